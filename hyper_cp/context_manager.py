@@ -361,20 +361,30 @@ class _Routing(DispatchMode):
                     s.require_gradients()
             # The result of `x += 1` is x, which must still be the buffer.
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
-        self.refuse_reentrant("attention")
+        self.check_checkpoint("attention")
         call = self.call
         call.documents = call.binding.active_documents(caller="attention in a context_parallel block")
         call.must_route = call.mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 
-    def refuse_reentrant(self, what: str) -> None:
-        """Raise ``NotImplementedError`` in a reentrant checkpoint."""
+    def check_checkpoint(self, what: str) -> None:
+        """Raise ``NotImplementedError`` in a reentrant checkpoint, and ``RuntimeError`` in a recompute whose forward
+        ran in a block with other settings."""
         if torch.compiler.is_compiling():  # such a checkpoint is an error in a compiled graph
             return
         if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
             raise NotImplementedError(
                 f"{what} runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "
                 f"after the block, and would silently be local {what}. Use checkpoint(..., use_reentrant=False)"
+            )
+        now = self.call.binding.style
+        (then,) = checkpoint.batch_state(_blocks, lambda: (now,))
+        if (then.mode, then.ulysses_degree) != (now.mode, now.ulysses_degree):
+            raise RuntimeError(
+                f"activation checkpointing recomputes {what} in a context_parallel block with {now.mode}, "
+                f"ulysses_degree={now.ulysses_degree}, but its forward ran in one with {then.mode}, "
+                f"ulysses_degree={then.ulysses_degree}. Its gradients would be wrong. Run backward inside the block of "
+                "the forward"
             )
 
     def _refuse_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -426,5 +436,5 @@ class _BlockMixer(RunningMixer):
         self.documents = binding.active_documents(caller="a recurrence in a context_parallel block")
         if not binding.active.parallel and self.documents is None:
             return None
-        self.routing.refuse_reentrant("a recurrence")
+        self.routing.check_checkpoint("a recurrence")
         return self

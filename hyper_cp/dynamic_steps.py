@@ -94,8 +94,9 @@ class DynamicStep:
         own = [samples[i] for i in m.samples]
         if (lengths := tuple(len(x) for x in own)) != m.lengths:
             raise ValueError(
-                f"samples {list(m.samples)} have {list(lengths)} tokens, and were planned with {list(m.lengths)}. Pass "
-                "one tensor for each length that the plan was made of, in the same order"
+                f"samples {list(m.samples)} have {list(lengths)} tokens, and were planned with {list(m.lengths)}. The "
+                "degree and the documents of a step are those of the planned lengths. Pass one tensor for each length "
+                "that the plan was made of, in the same order"
             )
         rest = own[0].new_full((m.length - sum(lengths), *own[0].shape[1:]), pad_value)
         return torch.cat([*own, rest]).unsqueeze(0)
@@ -161,7 +162,8 @@ def dynamic_steps(plan: Plan, family: MeshFamily) -> Iterator[DynamicStep]:
     if plan.size != family.size or not plan.micro_batches:
         raise ValueError(
             f"plan is one for {plan.size} ranks with {len(plan.micro_batches)} micro-batches, and the family has "
-            f"{family.size} ranks. Plan at least one sample with DynamicContextParallel(family, ...)"
+            f"{family.size} ranks. A plan gives every rank of its family the same number of steps, at least one. Plan "
+            "at least one sample with DynamicContextParallel(family, ...)"
         )
     samples = sum(len(m.samples) for m in plan.micro_batches)
     found = digest(repr((plan.micro_batches, plan.of)).encode())

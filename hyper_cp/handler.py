@@ -42,11 +42,11 @@ class ContextParallelHandler(Shares):
             one layout. (If you pass another style or a layout's name, its layout must be the model's: nothing compares
             the two.)
 
-    All ranks of the mesh must hold the same global tensors. S is the global length of the sequence, n the number of
-    ranks, S/n the local length. Methods that depend on packed documents use those of the enclosing
+    All ranks of the mesh must hold the same global tensors. S is the global length of the sequence, n is the number of
+    ranks, and S/n is the local length. Methods that depend on packed documents use those of the enclosing
     :meth:`documents` block, or their argument ``documents`` (cumulative lengths over global positions).
 
-    Source: the interface of Megatron-LM's context-parallel handler (its pull request 2749), over this engine. Calls
+    Source: the interface is that of Megatron-LM's context-parallel handler (its pull request 2749). Calls
     with Megatron's keywords, such as ``dispatch(seq_dim=, tensor=)``, work unchanged.
     """
 
@@ -98,7 +98,7 @@ class ContextParallelHandler(Shares):
         labels_cross_documents: bool = False,
         mtp_depth: int = 0,
     ) -> Any:
-        """This rank's share of a whole batch, after all that must happen before it is sharded::
+        """Return this rank's share of a whole batch, after all that must happen before it is sharded::
 
             batch = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
             with handler.documents(batch):
@@ -110,11 +110,11 @@ class ContextParallelHandler(Shares):
             batch: a dict, list or tuple; the same on all ranks of the mesh. Tensors that do not have the sequence
                 dimension, and everything that is not a tensor, pass through.
             seq_dims: the sequence dimension of all tensors; or a dict that names it for some (None: the entry
-                passes through whole; entries not named: 1); or for a list or tuple one int or None each.
+                passes through whole; entries that are not named have 1); or for a list or tuple one int or None each.
             shift_labels: shift entry ``labels`` over the *whole* sequence and rename it ``shift_labels``: each token
-                gets the next one's label, the last of the sequence and of each document ``ignore_index``.
-            ignore_index: also the value with which labels are padded.
-            pad_values: for each other entry the value with which it is padded if S does not split evenly. Default 0.
+                gets the label of the next one, the last token of the sequence and of each document ``ignore_index``.
+            ignore_index: the label of tokens that do not count, with which labels are also padded.
+            pad_values: the value with which each other entry is padded if S does not split evenly. Default: 0.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
                 host) and raise on all ranks, with the names of the entries that differ.
             labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
@@ -145,7 +145,7 @@ class ContextParallelHandler(Shares):
             (S before padding, for :meth:`combine`) and ``padded_length``.
 
         Raises:
-            ValueError, TypeError: if the batch is a share already, or an entry (it is named) does not fit.
+            ValueError, TypeError: if the batch is a share already, or if an entry does not fit; the error names it.
         """
         return read_batch(
             self,
@@ -162,7 +162,7 @@ class ContextParallelHandler(Shares):
     def loader(
         self, batches: Iterable[Any], *, accumulate: int = 1, mesh: DeviceMesh | None = None, **options: Any
     ) -> Iterator[Any]:
-        """This rank's shares of the whole batches of a data loader, on the device of the mesh::
+        """Yield this rank's shares of the whole batches of a data loader, on the device of the mesh::
 
             for batch in handler.loader(loader, shift_labels=True, accumulate=4):
                 with handler.documents(batch):
@@ -175,12 +175,12 @@ class ContextParallelHandler(Shares):
         Args:
             batches: yields the same whole batches on every rank of the cp mesh: give a ``DistributedSampler`` the
                 data-parallel rank and size.
-            accumulate: micro-batches before a step of the optimizer. The gradients are then those of the mean over the
-                labels of all of them, however many each has. (The last ones of an epoch may be fewer.)
-            mesh: that of ``mean_loss(mesh=)``, over whose ranks labels are then counted: one small communication for
-                every ``accumulate`` micro-batches. Needed with accumulation over data-parallel ranks; ``mean_loss``
-                raises if it has another one.
-            options: those of :meth:`get_batch_on_this_cp_rank`.
+            accumulate: the number of micro-batches before a step of the optimizer. The gradients are then those of the
+                mean over the labels of all of them, however many each has. (An epoch may end with fewer of them.)
+            mesh: the mesh of ``mean_loss(mesh=)``, over whose ranks labels are then counted: one small communication
+                for every ``accumulate`` micro-batches. It is needed with accumulation over data-parallel ranks;
+                ``mean_loss`` raises if it has another one.
+            options: the arguments of :meth:`get_batch_on_this_cp_rank`.
 
         Yields:
             What :meth:`get_batch_on_this_cp_rank` returns, with attributes ``weight`` (the micro-batch's share of the
@@ -198,8 +198,8 @@ class ContextParallelHandler(Shares):
     # ------------------------------------------------------------------ rotary embedding
 
     def get_rotary_seq_len(self, local: Tensor | int, seq_dim: int = 1, *, documents: Any = None) -> int:
-        """The number of positions that a rotary table needs: S, or with packed documents, in which positions restart,
-        the length of the longest.
+        """Return the number of positions that a rotary table needs: S, or with packed documents, in which positions
+        restart, the length of the longest document.
 
         Args:
             local: this rank's share of the sequence, or its length S/n.
@@ -216,14 +216,19 @@ class ContextParallelHandler(Shares):
         return max((b - a for row in read(table).rows for a, b in pairwise(row)), default=0)
 
     def get_emb_on_this_cp_rank(self, emb: Tensor, seq_dim: int = 0, *, documents: Any = None) -> Tensor:
-        """Rows of a table over positions, for this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.
+        """Return the rows of a table over positions for this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.
 
         Without documents the table is global (L = S, which must split evenly). With them it is a table over
         positions within a document (L >= :meth:`get_rotary_seq_len`), and rows repeat. Documents that differ
         between rows of the batch raise: index the table by ``position_ids(..., restart=True)`` then.
 
         Args:
-            emb: for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
+            emb: the table, for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.
+            seq_dim: the dimension of positions in ``emb``.
+            documents: as for :meth:`documents`; default: those of the enclosing block.
+
+        Raises:
+            ValueError: if the table has too few positions, or if documents differ between rows of the batch.
         """
         seq_dim = checked_dim(emb, seq_dim, name="emb")
         given = self.cp.batch.documents if documents is None else padded_table(self, documents)
@@ -233,8 +238,9 @@ class ContextParallelHandler(Shares):
         at = self.position_ids(int(given[0, -1]), restart=True, documents=given)
         if at.ndim > 1:
             raise ValueError(
-                f"documents differ between the {len(at)} rows of the batch, and a table has one share. "
-                "Index it with position_ids(..., restart=True), or use apply_rotary_pos_emb"
+                f"documents differ between the {len(at)} rows of the batch. Positions restart at other tokens in each "
+                "row, and one share of a table serves all rows. Index it with position_ids(..., restart=True), or use "
+                "apply_rotary_pos_emb"
             )
         return rotary.rows_of(emb, at, seq_dim, "emb")
 
@@ -249,20 +255,24 @@ class ContextParallelHandler(Shares):
         local: bool = False,
         documents: Any = None,
     ) -> Tensor:
-        """Rotary position embedding of queries or keys at their true positions, within documents if there are any.
+        """Apply rotary position embedding to queries or keys at their true positions, within documents if there are
+        any.
 
         Args:
-            tensor: this rank's ``[.. S/n .., D]``, ``[B, S/n, H, D]`` say; the batch is dimension 0, or 1 if the
-                sequence is dimension 0.
+            tensor: this rank's queries or keys ``[.. S/n .., D]``, ``[B, S/n, H, D]`` say; the batch is dimension 0, or
+                1 if the sequence is dimension 0.
             freqs: angles of positions, ``[L, R]`` or ``[L, 1, 1, R]``, R <= D even, each angle twice (in halves; or
                 next to each other if ``interleaved``); L >= :meth:`get_rotary_seq_len`. Columns from R on do not
                 change. For many layers take the rows once, with :meth:`get_emb_on_this_cp_rank` and ``local=True``.
-            interleaved: pairs are neighbours, not i and i + R/2.
-            mscale: factor of cosine and sine (YaRN).
-            local: ``freqs`` has this rank's rows already (:meth:`get_emb_on_this_cp_rank`).
+            interleaved: True if neighbours are rotated together, False if i and i + R/2 are.
+            mscale: the factor of cosine and sine (YaRN).
+            local: True if ``freqs`` has this rank's rows already (:meth:`get_emb_on_this_cp_rank`).
 
         Returns:
-            The rotated tensor, of the same shape and dtype. Differentiable in ``tensor``.
+            The rotated tensor, of the same shape and dtype. It is differentiable in ``tensor``.
+
+        Raises:
+            ValueError, TypeError: if ``freqs`` has too few positions, or an odd number of angles or more than D.
 
         Source: RoPE, arXiv 2104.09864; argument conventions of Megatron-LM's ``apply_rotary_pos_emb``.
         """
@@ -271,8 +281,8 @@ class ContextParallelHandler(Shares):
         if local:
             if len(table) != here:
                 raise ValueError(
-                    f"freqs has {len(table)} rows, but tensor {here} local positions. Pass this rank's rows, or "
-                    "local=False with the whole table"
+                    f"freqs has {len(table)} rows, and tensor has {here} local positions (local=True). Each position "
+                    "needs the row of its angles. Pass this rank's rows, or local=False with the whole table"
                 )
             angles = table[None]
         else:
@@ -285,15 +295,15 @@ class ContextParallelHandler(Shares):
     # ------------------------------------------------------------------ forward and loss
 
     def seed_dropout(self, seed: int) -> None:
-        """Seed PyTorch's generators (CPU and device) otherwise on each cp rank, so that ``nn.Dropout`` and other random
-        numbers in the model differ between the positions that ranks hold.
+        """Give PyTorch's generators (CPU and device) another seed on each cp rank, so that ``nn.Dropout`` and other
+        random numbers in the model differ between the positions that ranks hold.
 
         With one seed on all ranks, position i of every share would have the same mask. Call it once, after the model
         is made and the data loaders have generators of their own: both need a seed that is the same on all cp ranks.
         The dropout of attention weights never draws one mask on two ranks, with either seed.
 
         Args:
-            seed: the same on the ranks of the mesh; another one for each data-parallel rank.
+            seed: an int that is the same on the ranks of the mesh, and another one for each data-parallel rank.
 
         Example::
 
@@ -367,11 +377,14 @@ class ContextParallelHandler(Shares):
                 not the style's. Everything else is passed on; ``documents=`` is the styled module's own argument.
 
         All ranks of the mesh make the first call of each kind together: it may create process groups.
+
+        Raises:
+            ValueError, TypeError: if the handler was made without a style, or ``attn`` cannot be called.
         """
         if self.style is None:
             raise ValueError(
-                f"core_attn needs to know how attention runs, but this handler was made with layout {self.layout!r} "
-                "only. To make the handler, pass it a ContextParallel style"
+                f"this handler was made with layout {self.layout!r} only, and core_attn was called. A layout does not "
+                "say how attention runs, and a style does. Make the handler with a ContextParallel style"
             )
         check_type("attn", attn, Callable, "It is called with q, k, v. Pass an attention function or module")
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
@@ -398,7 +411,7 @@ class ContextParallelHandler(Shares):
         chunk: int | None = None,
         elsewhere: bool = False,
     ) -> Tensor:
-        """The mean loss over the tokens of all ranks, the same value on each.
+        """Return the mean loss over the tokens of all ranks, the same value on each.
 
         Its gradients, once reduced over the ranks, are those of that mean on one device, however many tokens count on
         which rank. (A mean per rank averaged over the ranks is another number if ranks have different numbers of valid
@@ -418,12 +431,14 @@ class ContextParallelHandler(Shares):
                 of tokens at a time, and again in backward. The layer's hooks run once (FSDP2, ``ColwiseParallel``).
             softcap, scale: logits are ``softcap * tanh(scale * head(hidden) / softcap)``; without softcap they are
                 ``scale * head(hidden)``.
-            chunk: the number of tokens whose logits exist at once; default: 256 MiB of them.
-            elsewhere: the losses, logits or hidden states come from code that does not run attention with this library.
+            chunk: the number of tokens whose logits exist at once; default: as many as need 256 MiB.
+            elsewhere: True if the losses, logits or hidden states come from code that does not run attention with this
+                library.
 
         Returns:
             A 0-D tensor, fp32 or fp64: the mean of this call's tokens (with gradient accumulation, of one
-            micro-batch). One small communication per mesh dimension. If no token counts anywhere, 0 without gradients.
+            micro-batch). It takes one small communication per mesh dimension. If no token counts anywhere, it is 0
+            without gradients.
 
         Raises:
             ValueError, TypeError: for shapes that do not fit, labels shifted after sharding, or another mesh (than that
@@ -452,7 +467,8 @@ class ContextParallelHandler(Shares):
         return loss.mean_loss(losses, per_token, labels, whole, **options)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-        """The largest attention logit of each head of each module since the last call of this method, for QK-clip.
+        """Return the largest attention logit of each head of each module since the last call of this method, for
+        QK-clip.
 
         Styles with ``max_logits=True`` (see :class:`ContextParallel`, and :func:`hyper_cp.ops.attention` for what
         counts) keep it over the forwards in which autograd is on: micro-batches count together, evaluations under
@@ -506,15 +522,23 @@ class ContextParallelHandler(Shares):
         length: int | None = None,
         gradients: str | None = "unknown",
     ) -> Tensor:
-        """The log-probability of each label, without whole logits: ``[B, S/n]``, fp32 or fp64; 0 where it is ignored.
+        """Return the log-probability of each label, without whole logits.
 
-        Differentiable. Arguments are those of :meth:`mean_loss`. A temperature T is ``scale=1/T``.
+        It is differentiable. Arguments are those of :meth:`mean_loss`. A temperature T is ``scale=1/T``.
 
         Args:
             gather: return those of the whole sequence on every rank, ``[B, S]`` in global order (see :meth:`combine`).
-            length: S before padding. Default: that of the batch whose block this is; elsewhere padding comes along.
+            length: S before padding. Default: the length of the batch in whose block this is called; elsewhere padding
+                comes along.
             gradients: with ``gather``, the reduction of parameters' gradients that follows, as for :meth:`combine`:
                 ``"mean"`` under DDP or FSDP.
+
+        Returns:
+            ``[B, S/n]``, or ``[B, S]`` with ``gather``, in fp32 or fp64; 0 where a label is ``ignore_index``.
+
+        Raises:
+            ValueError, TypeError: for shapes and labels that do not fit the head, and for ``length`` or ``gradients``
+                without ``gather``.
         """
         loss.check_share(self.cp, labels)
         if length is not None and not gather:
@@ -540,8 +564,8 @@ class ContextParallelHandler(Shares):
         length: int | None = None,
         gradients: str | None = "unknown",
     ) -> Tensor:
-        """One value for each document, the same on every rank: the sum, the mean or the last of its tokens' values,
-        ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents).
+        """Return one value for each document, the same on every rank: the sum, the mean or the last of its tokens'
+        values, ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents).
 
         Only these values travel, not the tokens. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
         the last of a value head's outputs are rewards. ``torch.compile`` breaks its graph here. ::
@@ -550,14 +574,15 @@ class ContextParallelHandler(Shares):
             rewards = handler.pool(value_head(hidden).squeeze(2), "last", mask=attended, gradients="mean")
 
         Args:
-            x: values of this rank's tokens, ``[B, S/n]`` or ``[B, S/n, width]``. Differentiable.
+            x: values of this rank's tokens, ``[B, S/n]`` or ``[B, S/n, width]``; they get gradients.
             reduce: ``"sum"``, ``"mean"``, or ``"last"``: the token with the highest position.
             mask: ``[B, S/n]``, this rank's share of a mask of 0 and 1: only tokens with 1 count (labels that are not
                 ignored, say). A document without any has the value 0.
-            documents: as for :meth:`documents`, default those of the enclosing block. They are those that have placed
-                the tokens in layouts ``"per_document"`` and ``"auto"``. Documents without positions are left out, and
-                so is padding at the end.
-            length: S before padding. Default: that of the documents, or of the batch whose block this is.
+            documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``
+                and ``"auto"`` they must be those by which the tokens were placed. Documents without positions are left
+                out, and so is padding at the end.
+            length: S before padding. Default: the length of the documents, or of the batch in whose block this is
+                called.
             gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the
                 same value, as for :meth:`combine`: ``"mean"`` under DDP or FSDP.
 
@@ -591,8 +616,9 @@ class _ModelHandler(ContextParallelHandler):
         found = bindings(model) if isinstance(model, nn.Module) else []
         if not found:
             raise ValueError(
-                f"no module of model {type(model).__name__} runs under ContextParallel. Apply a plan with "
-                "parallelize_module first, or make the handler of a mesh and a style"
+                f"no module of model {type(model).__name__} runs under ContextParallel. The mesh and the layout of the "
+                "handler are those of such modules. Apply a plan with parallelize_module first, or make the handler "
+                "with a mesh and a style"
             )
         self._binding = found[0]
         super().__init__(self._binding.active.mesh, style_of(self._binding))

@@ -63,8 +63,8 @@ def context_parallel_mesh(
     found = bindings(model)
     if not found:
         raise ValueError(
-            f"no module of {type(model).__name__} runs under ContextParallel. Apply a plan with parallelize_module "
-            "first, or pass the model that has the styled modules"
+            f"no module of {type(model).__name__} runs under ContextParallel. Only such modules have a mesh that can "
+            "change. Apply a plan with parallelize_module first, or pass the model that has the styled modules"
         )
     cp_mesh.check_mesh(mesh)
     meshes: dict[Style, StyledMesh] = {}

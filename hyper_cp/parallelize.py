@@ -53,25 +53,25 @@ def parallelize(
                 logits = model(batch["tokens"], batch["position_ids"])
                 handler.mean_loss(logits, batch["shift_labels"]).backward()
 
-    It prints, on the first rank, what it has done as a plan: the same as a ``parallelize_module`` call and a handler,
-    which you can write down in its place.
+    The first rank prints what was done as a plan, a ``parallelize_module`` call that you can write in its place.
 
     Args:
         model: any module whose attention calls :class:`ContextParallel` can route. Models of transformers are
             prepared by :func:`hyper_cp.integrations.transformers.prepare_model`.
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``).
         example: the arguments of the model for a small whole batch, the same on every rank: a tuple, or a dict of
-            keywords. The model runs once on it, without gradients, and is restored. Not needed with transformers.
+            keywords. The model runs once on it, without gradients, and is restored. Models of transformers need none.
         quiet: print nothing.
-        settings: those of :class:`ContextParallel` that you choose yourself. The others follow rules: the largest
-            Ulysses degree that splits the heads of all modules and stays on one host; if ranks are left, a ring over
-            them, in the head-tail layout. Layouts by documents (``"balanced"``) go with ``kv_exchange="needed"``.
+        settings: the arguments of :class:`ContextParallel` that you choose yourself. The others follow rules: Ulysses
+            has the largest degree that splits the heads of all modules and stays on one host; if ranks are left, a ring
+            runs over them, in the head-tail layout. Layouts by documents (``"balanced"``) have
+            ``kv_exchange="needed"``.
 
     Returns:
         The model, and a handler of its style.
 
     Raises:
-        ValueError: if no attention call is found, or the example is missing; for whatever the style refuses.
+        ValueError: if no attention call is found, if the example is missing, and for all that the style refuses.
         NotImplementedError: for attention that cannot be routed, and for cross-attention, which needs a plan of yours.
 
     Source: the rules are those of docs/start/choosing.md.
@@ -165,12 +165,16 @@ class _Calls(EnteredMode):
         if read is not None or unrouted is not None:
             module = next((x for x in running_modules() if id(x) in self.names), None)
             if module is None:
-                raise ValueError(f"{func} is called outside of the model. Its modules call attention")
+                raise ValueError(
+                    f"{func} is called while no module of the model runs. A plan needs the name of a module that calls "
+                    "attention. Put the call into a module of the model"
+                )
             if read is None:
                 raise NotImplementedError(
-                    f"{self._of(module)} calls {unrouted}, which cannot be routed to context-parallel attention. Call "
-                    "F.scaled_dot_product_attention or flex_attention, or write a plan with ContextParallel on modules "
-                    "that receive q, k, v, where pure Ulysses runs any kernel"
+                    f"{self._of(module)} calls {unrouted}, which cannot be routed to context-parallel attention. It "
+                    "would attend to this rank's share only. Call F.scaled_dot_product_attention or flex_attention, or "
+                    "write a plan with ContextParallel on modules that receive q, k, v, where pure Ulysses runs any "
+                    "kernel"
                 )
             self._add(module, read(self._of(module), *args, **kwargs))
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)

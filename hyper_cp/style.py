@@ -43,23 +43,24 @@ class ContextParallel(ParallelStyle):
             and calls attention in ``[B, H, S, D]``. ``(0, 1, 1)``: k and v are one tensor, which the module
             splits itself (``[B, S, H, Dk + Dv]`` of latent attention); it is exchanged once.
         qkv_kwarg_names: names of q, k, v if the module takes them as keywords only.
-        load_balance: under a causal mask, exchange the tail half of the queries with rank n-1-r so
-            that contiguous data is balanced. Nothing is exchanged where work is balanced already.
+        load_balance: under a causal mask, rank r exchanges the tail half of its queries with rank n-1-r, so that work
+            on contiguous data is balanced. Nothing is exchanged where work is balanced already.
         kv_exchange: the way keys and values reach the ranks that Ulysses leaves: ``"all_gather"``, ``"ring"``,
             ``"double_ring"`` (a ring inside each host, and one between hosts), ``"needed"`` (only the rows that queries
-            see travel: for documents and windows), or ``"replicated"`` (every rank has all of them: cross-attention).
+            see travel, for documents and windows), or ``"replicated"`` (every rank has all of them already, for
+            cross-attention).
         layout: the positions that each rank holds: ``"contiguous"``, or ``"head_tail"`` (rank r of n
             holds chunks r and 2n-1-r of 2n, as in Megatron, TransformerEngine and PyTorch), ``"per_document"`` (every
             document head-tail), ``"balanced"`` (chunks dealt so that work is equal and little travels, by the documents
             of the batch; ``"balanced_4096"`` for layers with a window of 4096) or ``"auto"`` (the cheapest of all); or
             the name that :func:`hyper_cp.ops.layout_of_mask` returns.
         use_local_output: ``True``: outputs have the form of q, a plain tensor or a DTensor of the same mesh and
-            placements. ``False``: DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous layout
-            only); if q was a DTensor on a tp mesh, on the mesh of both.
+            placements. ``False``: outputs are DTensors that are also ``Shard(seq_dim)`` on the cp mesh (contiguous
+            layout only), or on the mesh of cp and tp if q was a DTensor on a tp mesh.
         window: ``(left, right)``: sliding-window attention. A query sees at most ``left`` positions before and
             ``right`` positions after its own (None or -1: no bound), and none after it if the call is causal.
-        head_groups: the number of groups in which heads are exchanged. The next group is in flight while one is
-            attended, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
+        head_groups: the number of groups in which heads are exchanged. The next group travels while attention to one is
+            computed, in backward too, so that attention hides Ulysses' all-to-all. It needs ``qkv_indices=None`` (a
             module that receives q, k, v in ``[B, H, S, D]`` and hands them to attention will do), and heads that split
             into the groups. ``"auto"``: chosen by heads and tokens (docs/measured/planner.md), 1 where modules
             receive q, k, v; it is logged.
@@ -68,20 +69,20 @@ class ContextParallel(ParallelStyle):
             of the transfers, and cost launches and merges; with ``"needed"`` they hold fewer rows at a time.
             ``"auto"``: chosen for each batch by the rows that travel (docs/measured/planner.md), and logged; an
             all-gather stays whole, except on gloo.
-        latents: of modules that call :func:`hyper_cp.ops.latent_attention` (and of prepared models with latent
-            attention). True: latents travel; False: heads; None: whichever is fewer numbers of a token, which is
-            logged.
-        latents_from: of a module that makes keys and values of latents itself (``qkv_indices=None``), the name of its
-            layer that expands them: ``"wkv_b"``, say. The layer's input then travels, and the rotary part at the end of
+        latents: what travels for modules that call :func:`hyper_cp.ops.latent_attention` (and for prepared models with
+            latent attention). True: latents; False: heads; None: those that are fewer numbers for a token, and the
+            choice is logged.
+        latents_from: the name of the layer that expands latents (``"wkv_b"``, say), if the module makes keys and values
+            of latents itself (``qkv_indices=None``). The layer's input then travels, and the rotary part at the end of
             each key. The first call compares what the layer makes with the module's own keys and values.
         exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel between
             the ranks that Ulysses leaves in half of the bytes, see :func:`hyper_cp.ops.attention`. None: as they are.
-        cross_attention: keys and values are another sequence than the queries (the decoder's view of an encoder). The
-            documents and the padding of a block describe its queries and hide no keys then, so that a call inside one
-            needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
+        cross_attention: True if keys and values are another sequence than the queries (a decoder's view of an encoder).
+            The documents and the padding of a block describe the queries and hide no keys then, so that a call inside a
+            block needs an explicit ``attn_mask`` over the global positions of the keys (``[B, 1, 1, Skv]``).
         max_logits: keep the largest logit of each head of each module, for QK-clip, until
-            :meth:`ContextParallelHandler.max_logits` reads it (docs/guide/max_logits.md has the cost). It needs an
-            attention call that is routed. In compiled code it breaks the graph.
+            :meth:`ContextParallelHandler.max_logits` reads it (docs/guide/max_logits.md has the cost). It needs a
+            routed attention call. In compiled code it breaks the graph.
         allow: modules that you exempt from these checks: qualified names or patterns of them (everything inside is
             exempt too), or names of types. They may mix positions, call attention that is not routed, or have other
             weights on each rank.
@@ -269,7 +270,7 @@ class ContextParallel(ParallelStyle):
         refuse_uncalled(module)
         if isinstance(module, nn.MultiheadAttention) and self.qkv_indices is not None:
             raise ValueError(
-                f"qkv_indices={self.qkv_indices} on an nn.MultiheadAttention, which receives [B, S, C] and makes the "
+                f"qkv_indices={self.qkv_indices} on {describe(module)}. This module receives [B, S, C] and makes the "
                 "heads of q, k, v itself. Set qkv_indices=None: its attention is then routed, in every mode"
             )
         refuse_compiled(module, describe(module))
@@ -301,15 +302,15 @@ class RecurrentContextParallel(ContextParallel):
         ulysses_degree: 1 (default) passes states between ranks, for any number of heads. ``None`` exchanges the
             sequence of all ranks for heads of states, which must split over them (on a 2-D mesh: those of its
             ``ulysses`` dimension).
-        kind: the function that a module computes: ``"linear_recurrence"``, or one of those above by its public name
+        kind: the function that a module computes: ``"linear_recurrence"``, or the public name of one of those above
             (``"chunk_gated_delta_rule"``, ``"mamba_chunk_scan_combined"`` ...). The first call compares it with the
             module's own forward on a few tokens.
-        arguments: with ``kind``, where the function's arguments are: ``{"q": 0, "g": "gates"}``, positions among the
-            module's arguments or names of parameters of its forward. Those that are called alike may be left out.
+        arguments: with ``kind``, the places of the function's arguments: ``{"q": 0, "g": "gates"}``, positions among
+            the module's arguments or names of parameters of its forward. Arguments with equal names may be left out.
         options: with ``kind``, further arguments of the function: ``scale``, ``use_qk_l2norm_in_kernel``,
             ``dt_softplus``, ``dt_limit``, ``delta_softplus``, ``activation``.
         seq_dim, head_dim: with ``kind``, the dimensions of the sequence and of heads: 1 and 2, or 2 and 1.
-        layout: as in :class:`ContextParallel`; the same as that of the attention modules of the model.
+        layout: as in :class:`ContextParallel`; it must be the layout of the attention modules of the model.
         allow: as in :class:`ContextParallel`.
 
     Raises:
@@ -369,7 +370,7 @@ def style_of(binding: Binding) -> ContextParallel:
 
 
 def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) -> dict[str, ContextParallel]:
-    """The modules of ``model`` that run under ContextParallel: ``{fully qualified name: style}``.
+    """Return the modules of ``model`` that run under ContextParallel: ``{fully qualified name: style}``.
 
     Use it after ``parallelize_module``, which only warns about a plan that matches nothing:
     ``styled_modules(model, at_least=1)`` raises ``ValueError`` in that case, as it does if two modules
@@ -393,8 +394,8 @@ def styled_modules(model: nn.Module, at_least: int = 0, *, ran: bool = False) ->
         hidden = any(is_compiled(module) for module in model.modules())
         names = f" ({', '.join(found)})" if found else ""
         raise ValueError(
-            f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, expected at "
-            f"least {at_least}: some keys of the plan match no module names. Compare them with "
+            f"ContextParallel was applied to {len(found)} modules of {type(model).__name__}{names}, and "
+            f"at_least={at_least} are expected. Some keys of the plan match no module names. Compare them with "
             "[name for name, _ in model.named_modules()]"
             + (". (Wrappers are part of the names: apply the plan before torch.compile)" if hidden else "")
         )

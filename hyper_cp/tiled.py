@@ -65,8 +65,8 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module is a {type(module).__name__}. tiled replaces the forward of a module. Pass an nn.Module, for "
-            "example the MLP of a layer"
+            f"module is a {type(module).__name__}. The forward of an nn.Module is replaced. Pass one, for example the "
+            "MLP of a layer"
         )
     for name, value in (("chunks", chunks), ("seq_dim", seq_dim)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -75,8 +75,8 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         raise ValueError(f"chunks={chunks} is below 1. It is the number of parts of the local sequence. Pass 1 or more")
     if "forward" in vars(module):
         raise ValueError(
-            f"module {type(module).__name__} has had its forward replaced: it is tiled or compiled already, or another "
-            "library has done it. tiled would lose that forward. Tile the module once, before the others"
+            f"module {type(module).__name__} has a forward that was replaced: it is tiled or compiled already, or "
+            "another library has replaced it. Tiling would lose that forward. Tile the module once, before the others"
         )
     for name, inner in module.named_modules():
         how = _mixes(inner)
@@ -106,7 +106,7 @@ class _Tiled:
         inside = [name for name, m in self.module.named_modules() if name and isinstance(m, FSDPModule)]
         if inside:
             raise ValueError(
-                f"module {self._name} is tiled, and fully_shard was applied to {inside[0]!r} inside it, whose weights "
+                f"module {self._name} is tiled, and fully_shard was applied to {inside[0]!r} inside it. Its weights "
                 "would be gathered for every chunk. Apply fully_shard to the tiled module, or to a block around it"
             )
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -118,8 +118,9 @@ class _Tiled:
         (x,) = tensors
         if not -x.ndim <= self.seq_dim < x.ndim:
             raise ValueError(
-                f"module {self._name} is tiled along seq_dim={self.seq_dim}, but its input has shape {tuple(x.shape)}. "
-                "Pass tiled the dimension of the sequence"
+                f"module {self._name} is tiled along seq_dim={self.seq_dim}, and its input has shape "
+                f"{tuple(x.shape)}. The input is cut into chunks along that dimension. Pass tiled(..., seq_dim=) the "
+                "dimension of the sequence"
             )
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         out: Tensor = _Chunks.apply(_Call(self, args, kwargs, x, len(parameters)), x, *parameters)
@@ -168,7 +169,8 @@ class _Call:
             kind, shape = type(self.module).__name__, getattr(out, "shape", None)
             raise ValueError(
                 f"module {kind} is tiled and returned a {type(out).__name__} (shape {shape}) for a chunk of shape "
-                f"{tuple(x.shape)}. Tile a module that returns one tensor, with the sequence in dimension {self.dim}"
+                f"{tuple(x.shape)}. The results of all chunks are joined along the sequence. Tile a module that "
+                f"returns one tensor, with the sequence in dimension {self.dim}"
             )
         return out
 
@@ -222,8 +224,9 @@ class _Chunks(torch.autograd.Function):
         parameters = [p for p in call.module.parameters() if p.requires_grad]
         if len(parameters) != call.parameters:
             raise RuntimeError(
-                f"module {type(call.module).__name__} is tiled and had {call.parameters} parameters with gradients in "
-                f"forward, and {len(parameters)} in backward. Freeze parameters before the forward"
+                f"module {type(call.module).__name__} is tiled and had {call.parameters} parameters that require "
+                f"gradients in forward, and {len(parameters)} in backward. Backward returns one gradient for each of "
+                "those in forward. Freeze parameters before the forward"
             )
         call.check_weights()
         total: list[Tensor | None] = [None] * len(parameters)

@@ -110,7 +110,9 @@ def _checked(
 ) -> ContextParallel | str:
     """Check all that can be checked before the runs. Return the style of the model's modules, or a layout."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}. verify records modules. Pass an nn.Module")
+        raise TypeError(
+            f"model is a {type(model).__name__}. The outputs of its modules are compared. Pass an nn.Module"
+        )
     cp_mesh.check_mesh(mesh)
     if mesh.size() < 2:
         raise ValueError(

@@ -142,6 +142,26 @@ def test_activation_checkpoints_that_would_be_local_are_refused(ranks: Any) -> N
     ranks.raises(2, "NotImplementedError", "use_reentrant=False", step, {}, "inside", True)
 
 
+@on_ranks
+def recomputed_elsewhere(then: dict[str, Any], now: dict[str, Any]) -> float:
+    """Error of gradients whose backward, and with it a recompute, runs in another block than their forward."""
+    model, (ids, weights) = Model(checkpointing=False), data()
+    buffers, mesh = [ids, weights, model.place], cp_mesh()
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, -2, 0], **then):
+        loss = loss_of(model, ids, weights)
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, -2, 0], **now):
+        loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return max(relative_error(p.grad, want) for p, want in zip(model.parameters(), reference()[1], strict=True))
+
+
+def test_a_recompute_in_a_block_with_other_settings_is_refused(ranks: Any) -> None:
+    assert max(ranks(2, recomputed_elsewhere, {}, {})) <= 1e-10
+    for now in ({"layout": "contiguous"}, {"window": (2, 0)}):
+        ranks.raises(2, "RuntimeError", "recomputes attention in a .* block with", recomputed_elsewhere, {}, now)
+
+
 # --------------------------------------------------------------------------- restoring
 
 

@@ -353,7 +353,7 @@ def too_few_heads(_: Any, family: Any) -> None:
 A_BLOCK = "RuntimeError: a documents block is active on the one it has left"
 REFUSED: dict[str, tuple[str, Any]] = {
     "no style": (
-        "no module of Linear runs under ContextParallel. Apply a plan",
+        "no module of Linear runs under ContextParallel. Only such modules have a mesh that can change. Apply a plan",
         lambda _, family: enter(torch.nn.Linear(2, 2), family.cp(4)),
     ),
     "absent": ("is not part of mesh", lambda model, _: enter(model, half())),

@@ -173,7 +173,7 @@ WRONG: dict[str, Mistake] = {
     ),
     "no attention, named": (r"RuntimeError: module 'block.attn' \(Silent\)", named),
     "twice": ("already applied to module BNSD", twice),
-    "nothing matched": ("applied to 0 modules of Sequential, expected", nothing_matched),
+    "nothing matched": ("applied to 0 modules of Sequential, and at_least=1 are expected", nothing_matched),
     "mask": (
         r"attn_mask has shape \(1, 1, 4, 4\). It must be broadcastable to \[1, 4, 16, 16\]",
         lambda q, k, v: apply(Flash(attn_mask=torch.ones(4, 4, dtype=torch.bool)), **RING1)(q, k, v),

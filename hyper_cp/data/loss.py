@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
@@ -35,7 +36,7 @@ def mean_loss(
     check_ignore_index(ignore_index)
     error = None
     try:
-        total, count = _local(per_token(losses), labels, ignore_index, mask)
+        total, count = _local(_replicated(per_token(losses)), labels, ignore_index, mask)
     except NoClass as found:  # perhaps on this rank only: the others would wait for it
         error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
@@ -58,6 +59,13 @@ def mean_loss(
     if count.requires_grad:  # weights that are learned change the number of tokens, too
         share = share - mean * count.to(exact)
     return with_gradient_of(mean, share * (factor / tokens))
+
+
+def _replicated(losses: Tensor) -> Tensor:
+    """Losses as a plain tensor. Those of tensor-parallel logits (``loss_parallel``) are a DTensor, which no transfer of
+    the cp mesh takes."""
+    whole: Tensor = losses.full_tensor() if isinstance(losses, DTensor) else losses
+    return whole
 
 
 def check_gradients(gradients: str) -> None:

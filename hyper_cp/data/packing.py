@@ -223,6 +223,10 @@ class Media:
     """``attention_mask [B, S]``, if the batch has one."""
 
 
+NONE_BACK = 1 << 40
+"""A distance that no sequence has."""
+
+
 @dataclass(frozen=True)
 class PreparedBatch:
     """The state of a batch that attention, rotary embeddings and the router loss of a model need."""
@@ -246,6 +250,9 @@ class PreparedBatch:
     """False if documents do nothing but keep padding apart from the tokens of a row."""
     padding_counts: bool = False
     """True if something reads the outputs of padding behind the tokens of a row, which sees these alone."""
+    tokens_back: int = 0
+    """The largest distance from padding whose label counts back to the nearest token of its row; ``NONE_BACK`` where
+    there is none before it."""
     token_types: dict[str, Tensor] = field(default_factory=dict)
     """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
     of them, in which images see themselves whole."""

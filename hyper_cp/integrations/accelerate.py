@@ -74,8 +74,8 @@ def cp_mesh(accelerator: accelerate.Accelerator) -> DeviceMesh:
     if config is None or not config.cp_enabled:
         raise ValueError(
             f"accelerator has parallelism_config={config!r} without context parallelism, so there is no cp mesh. Pass "
-            "parallelism_config=ParallelismConfig(cp_size=n) to Accelerator (with Trainer: to TrainingArguments), or "
-            "set PARALLELISM_CONFIG_CP_SIZE=n"
+            "parallelism_config=ParallelismConfig(cp_size=n) to Accelerator (with Trainer: to TrainingArguments, where "
+            "cp_size=1 is training without it), or set PARALLELISM_CONFIG_CP_SIZE=n"
         )
     return accelerator.torch_device_mesh["cp"]
 

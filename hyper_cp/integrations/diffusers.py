@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from ..style import ContextParallel, styled_modules
 
 IMAGE, PROMPT = "hidden_states", "encoder_hidden_states"
 """The arguments of blocks that hold the tokens of the image (or of all), and those of the prompt."""
+Kinds = tuple[str, ...]
+"""One of them, or both in their order in a sequence."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,16 @@ class _Family:
     """True if attention leaves out the tokens of a prompt that its mask hides."""
     counted: tuple[tuple[str, str], ...] = ()
     """Arguments that count the first tokens of the image or of the prompt."""
+    last: str = ""
+    """The argument that counts the last tokens of the image, if those before them (a history) are split by themselves,
+    like a prompt."""
+    streams: tuple[tuple[str, str, str], ...] = ()
+    """Modules of attention whose queries and keys are one of the two each, of which ``prompt`` then is a second stream
+    (audio): the name, and what queries and keys are."""
+
+    def stream(self, module: str) -> tuple[Kinds, Kinds] | None:
+        """What queries and keys of a module of attention in a block are, if they are always the same."""
+        return next((((queries,), (keys,)) for name, queries, keys in self.streams if name == module), None)
 
     @property
     def lists(self) -> list[str]:
@@ -98,6 +111,12 @@ _HUNYUAN = replace(_FLUX, order=_IMAGE_FIRST, returned=_IMAGE_FIRST)
 _HUNYUAN_VIDEO = replace(_HUNYUAN, counted=(("num_tokens", IMAGE),))
 _PAIRED = replace(_COGVIEW, pairs=True)
 _JOY = replace(_HUNYUAN, stages=("double_blocks",))
+_WITH_AUDIO = (
+    ("attn1", IMAGE, IMAGE),
+    ("audio_attn1", PROMPT, PROMPT),
+    ("audio_to_video_attn", IMAGE, PROMPT),
+    ("video_to_audio_attn", PROMPT, IMAGE),
+)
 _FAMILIES = {
     "AceStepTransformer1DModel": _Family(("layers",), ("self_attn",), ("cross_attn",)),
     "AllegroTransformer3DModel": _CROSS,
@@ -120,6 +139,7 @@ _FAMILIES = {
     "Flux3Transformer2DModel": replace(_FLUX, stages=_FLUX_3),
     "FluxTransformer2DModel": _FLUX,
     "GlmImageTransformer2DModel": _PAIRED,
+    "HeliosTransformer3DModel": replace(_WAN, order=_TEXT_FIRST, last="original_context_length"),
     "HiDreamImageTransformer2DModel": replace(
         _HUNYUAN, stages=("double_stream_blocks.*", "single_stream_blocks.*"), shared=("block.attn1",)
     ),
@@ -137,6 +157,14 @@ _FAMILIES = {
         prompt="text_embed",
     ),
     "Krea2Transformer2DModel": _ONE,
+    "LTX2VideoTransformer3DModel": _Family(
+        *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
+        order=_IMAGE_FIRST,
+        returned=_IMAGE_FIRST,
+        refused=("video_self_attention_mask",),
+        prompt="audio_hidden_states",
+        streams=_WITH_AUDIO,
+    ),
     "LTXVideoTransformer3DModel": _CROSS,
     "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
@@ -331,7 +359,9 @@ class _Stage:
             for module in block.modules():
                 found = binding_of(module)
                 if found is not None and found.style.mode.kv_exchange != "replicated":
-                    module.register_forward_pre_hook(self.before_attention, with_kwargs=True)
+                    name = next(name for name, x in block.named_modules() if x is module)
+                    hook = partial(self.before_attention, self.family.stream(name))
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
         if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
@@ -353,10 +383,23 @@ class _Stage:
         """The number of tokens of each rank, padding included."""
         return -(-sum(self.lengths.values()) // self.handler.cp.size)
 
-    def held(self, kind: str, rank: int | None = None) -> int:
-        """The number of tokens of the image or of the prompt that a rank holds, padding included."""
+    @property
+    def both(self) -> Kinds:
+        """The kinds of tokens of the sequence, in its order."""
+        return self.family.order if self.lengths[PROMPT] else (IMAGE,)
+
+    def total(self, kinds: Kinds) -> int:
+        """The number of tokens of these kinds, on all ranks."""
+        return sum(self.lengths[kind] for kind in kinds)
+
+    def held(self, kinds: Kinds, rank: int | None = None) -> int:
+        """The number of tokens of these kinds that a rank holds, padding included."""
         prompt = self.shares(PROMPT)[self.handler.cp.rank if rank is None else rank][1]
-        return prompt if kind == PROMPT else self.local_length - prompt
+        return sum(prompt if kind == PROMPT else self.local_length - prompt for kind in kinds)
+
+    def longest(self, kinds: Kinds) -> int:
+        """The largest number of tokens of these kinds that a rank holds."""
+        return max(self.held(kinds, rank) for rank in range(self.handler.cp.size))
 
     @property
     def padding(self) -> int:
@@ -373,22 +416,20 @@ class _Stage:
                 "needs at least one of both. Use fewer ranks, or larger inputs"
             )
 
-    def split(self, x: Tensor, dim: int, kind: str) -> Tensor:
+    def split(self, x: Tensor, dim: int, kinds: Kinds) -> Tensor:
         """This rank's tokens of a whole tensor, those of the image with padding, in memory of their own."""
-        rank = self.handler.cp.rank
-        start, count = self.shares(kind)[rank]
-        more = 0 if kind == PROMPT else self.local_length - count - self.shares(PROMPT)[rank][1]
-        local = x.narrow(dim, start, count)
+        if len(kinds) > 1:
+            parts = zip(x.split([self.lengths[kind] for kind in kinds], dim), kinds, strict=True)
+            return torch.cat([self.split(part, dim, (kind,)) for part, kind in parts], dim)
+        start, count = self.shares(kinds[0])[self.handler.cp.rank]
+        more, local = self.held(kinds) - count, x.narrow(dim, start, count)
         return F.pad(local, (0, 0) * (x.ndim - 1 - dim) + (0, more)) if more else local.contiguous()
-
-    def split_both(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a tensor over prompt and image."""
-        parts = zip(x.split([self.lengths[kind] for kind in self.family.order], dim), self.family.order, strict=True)
-        return torch.cat([self.split(part, dim, kind) for part, kind in parts], dim)
 
     # ---- attention
 
-    def before_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_attention(
+        self, stream: tuple[Kinds, Kinds] | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Refuse adapters, and let the attention call have the masks of all ranks."""
         given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
         wrong = [name for name, x in given.items() if x is not None and name.startswith("ip_")]
@@ -399,36 +440,49 @@ class _Stage:
             )
         call = current_call()
         if call is not None:
-            call.adapt = self.with_masks
+            call.adapt = partial(self.with_masks, stream)
+            if given.get("all_perturbed"):  # values are returned, without attention, on every rank
+                call.must_route = False
 
-    def with_masks(self, request: AttentionRequest) -> AttentionRequest:
+    def with_masks(self, stream: tuple[Kinds, Kinds] | None, request: AttentionRequest) -> AttentionRequest:
         """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
         module makes its mask for this rank's keys, or has got that of the whole sequence."""
-        ranks, total, length = range(self.handler.cp.size), sum(self.lengths.values()), self.local_length
+        ranks, picks = range(self.handler.cp.size), self.family.picks
         queries, keys = request.query.shape[2], request.key.shape[2]
-        known = (length,) if not self.lengths[PROMPT] else (length, self.held(IMAGE))
-        if not self.family.picks and not {queries, keys} <= set(known):
+        of_queries, of_keys = stream or ((IMAGE,) if n < self.local_length else self.both for n in (queries, keys))
+        if picks:  # fewer of both
+            of_queries = of_keys = self.both
+        elif (queries, keys) != (self.held(of_queries), self.held(of_keys)):
             raise NotImplementedError(
-                f"attention has {queries} queries and {keys} keys, and this rank holds {length} tokens of the sequence."
-                " Others are not split as these are. Use a model whose blocks attend to the whole sequence"
+                f"attention has {queries} queries and {keys} keys, and this rank holds {self.local_length} tokens of "
+                "the sequence. Others are not split as these are. Use a model whose blocks attend to the whole sequence"
             )
-        held = [self.order(rank, (IMAGE,)) if keys < length else self.order(rank) for rank in ranks]
-        if self.family.picks:
-            counts = by_rank(self.handler.mesh, torch.tensor([keys], device=request.key.device))
-            held = [self.order(rank)[:count] for rank, count in zip(ranks, counts.flatten().tolist(), strict=True)]
-        at = torch.cat([F.pad(x, (0, length - len(x)), value=-1) for x in held])
-        mask = self.of_all_ranks(request.mask, keys, at.clamp(min=0), total)
-        hidden = at < 0
-        if hidden[: total if min(len(x) for x in held) == length else len(hidden)].any():
-            hidden = hidden.to(request.key.device)[None, None, None]
-            value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
-            mask = ~hidden if mask is None else mask.masked_fill(hidden, value)
-        elif self.padding:  # at the end of the sequence
-            request.documents = documents_table([0, total, total + self.padding])
-        if min(queries, keys) < length or self.family.picks:
-            request.query, request.key, request.value = (
-                F.pad(x, (0, 0, 0, length - x.shape[2])) for x in (request.query, request.key, request.value)
-            )
+        total, longest, counts = (
+            self.total(of_keys),
+            self.longest(of_keys),
+            [self.held(of_keys, rank) for rank in ranks],
+        )
+        if picks:
+            of_ranks = by_rank(self.handler.mesh, torch.tensor([keys], device=request.key.device))
+            counts = of_ranks.flatten().tolist()
+        held = [self.order(rank, of_keys, count, longest) for rank, count in zip(ranks, counts, strict=True)]
+        real = [(start is not None, count) for rows in held for start, count in rows if count]
+        ends = all(sees for sees, _ in real[:-1])  # if there is padding, it is behind the sequence
+        mask = request.mask
+        if mask is not None or not ends or (not real[-1][0] and of_queries != of_keys):
+            device = request.key.device
+            at = torch.cat([_rows(start, count, device) for rows in held for start, count in rows])
+            mask = self.of_all_ranks(mask, keys, at.clamp(min=0), total)
+            if mask is None or not all(sees for sees, _ in real):
+                visible = (at >= 0)[None, None, None]
+                value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
+                mask = visible if mask is None else mask.masked_fill(~visible, value)
+        elif not real[-1][0]:
+            request.documents = documents_table([0, total, longest * len(ranks)])
+        more = self.longest(of_queries) - queries, longest - keys
+        if any(more):
+            request.query = F.pad(request.query, (0, 0, 0, more[0]))
+            request.key, request.value = (F.pad(x, (0, 0, 0, more[1])) for x in (request.key, request.value))
             to_caller = request.to_caller
             request.to_caller = lambda out: to_caller(out[:, :, :queries])
         request.mask = mask
@@ -453,33 +507,48 @@ class _Stage:
         tokens = self.handler.combine(own, own.ndim - 1, gradients=None)
         return tokens[..., None] * tokens[..., None, :]
 
-    def order(self, rank: int, kinds: tuple[str, ...] | None = None) -> Tensor:
-        """The positions in the whole sequence of what a rank holds (of the image, say), -1 for padding."""
-        parts, start = [], 0
-        for kind in kinds or (self.family.order if self.lengths[PROMPT] else (IMAGE,)):
+    def order(self, rank: int, kinds: Kinds, most: int, longest: int) -> list[tuple[int | None, int]]:
+        """What a rank holds: the starts, in the whole sequence of these kinds, and numbers of adjacent tokens, None for
+        padding. The first ``most`` rows of it, and padding up to ``longest`` rows."""
+        rows: list[tuple[int | None, int]] = []
+        start = 0
+        for kind in kinds:
             first, count = self.shares(kind)[rank]
-            parts += [torch.arange(count) + start + first, torch.full((self.held(kind, rank) - count,), -1)]
+            rows += [(start + first, count), (None, self.held((kind,), rank) - count)]
             start += self.lengths[kind]
-        return torch.cat(parts)
+        kept = []
+        for begin, count in rows:
+            kept.append((begin, min(count, most)))
+            most -= kept[-1][1]
+        return [*kept, (None, longest - sum(count for _, count in kept))]
 
     # ---- behind the last block
 
     def gather(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The results of the last block, of all tokens, on every rank."""
         if isinstance(output, Tensor):
-            return self.whole(output, IMAGE)
+            return self.whole(output, self.both if self.family.last else (IMAGE,))
         return tuple(
-            x if x is None else self.whole(x, kind) for x, kind in zip(output, self.family.returned, strict=True)
+            x if x is None else self.whole(x, (kind,)) for x, kind in zip(output, self.family.returned, strict=True)
         )
 
-    def whole(self, x: Tensor, kind: str) -> Tensor:
-        """Gather the tokens of the image or of the prompt."""
-        shares, dim = self.shares(kind), self.family.dim
-        longest = max(count for _, count in shares)
-        longest = longest if kind == PROMPT else max(self.local_length - count for _, count in self.shares(PROMPT))
+    def whole(self, x: Tensor, kinds: Kinds) -> Tensor:
+        """Gather the tokens of the image or of the prompt, or of both in one tensor."""
+        dim = self.family.dim
+        if len(kinds) > 1:
+            parts = zip(x.split([self.held((kind,)) for kind in kinds], dim), kinds, strict=True)
+            return torch.cat([self.whole(part, (kind,)) for part, kind in parts], dim)
+        shares, longest = self.shares(kinds[0]), self.longest(kinds)
         padded = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, longest - x.shape[dim]))
         joined = self.handler.combine(padded, dim, gradients="shares")
         return torch.cat([joined.narrow(dim, rank * longest, count) for rank, (_, count) in enumerate(shares)], dim)
+
+
+def _rows(start: int | None, count: int, device: torch.device) -> Tensor:
+    """Adjacent positions; -1 for padding."""
+    if start is None:
+        return torch.full((count,), -1, device=device)
+    return torch.arange(start, start + count, device=device)
 
 
 _POSITIONS = re.compile("rot|freq|pos|rope|cos|sin|indices")
@@ -495,26 +564,29 @@ class _Entrance:
         """The arguments with this rank's tokens. Those of later blocks are split already, if earlier ones made them."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         stage, family = self.stage, self.stage.family
-        joint = bool(family.order) and given.get(family.prompt) is not None
-        counts = given[family.image].shape[family.dim], given[family.prompt].shape[family.dim] if joint else 0
-        counted = dict(family.counted)
+        joint = bool(family.order) and not family.last and given.get(family.prompt) is not None
+        counts = {name: given[name].shape[family.dim] for name in (family.image, *([family.prompt] if joint else []))}
+        counted = dict(family.counted) | ({family.last: IMAGE} if family.last else {})
         numbers = [x for x, y in given.items() if isinstance(y, int) and not isinstance(y, bool) and x not in counted]
         if self.first:
-            stage.record(*counts)
-        kinds = {family.image: IMAGE} | ({family.prompt: PROMPT} if joint else {})
-        whole = {kind: count == stage.lengths[kind] for kind, count in zip((IMAGE, PROMPT), counts, strict=True)}
-        if numbers or any(
-            not whole[kind] and given[name].shape[family.dim] != stage.held(kind) for name, kind in kinds.items()
-        ):
+            behind = given.get(family.last, counts[family.image])
+            stage.record(behind, counts.get(family.prompt, counts[family.image] - behind))
+        kinds: dict[str, Kinds] = {name: (IMAGE if name == family.image else PROMPT,) for name in counts}
+        if family.last:
+            kinds = {family.image: stage.both}
+        whole = {name: counts[name] == stage.total(kinds[name]) for name in counts}
+        if numbers or any(not whole[name] and counts[name] != stage.held(kinds[name]) for name in counts):
             raise NotImplementedError(
                 f"{type(module).__name__} got {', '.join(numbers) or 'other tokens than its neighbour'}. This rank "
-                f"holds {stage.local_length} tokens of {sum(stage.lengths.values())}, and a number of tokens is one of "
+                f"holds {stage.local_length} tokens of {stage.total(stage.both)}, and a number of tokens is one of "
                 "the whole sequence. Use a configuration of the model without that"
             )
 
         def share(name: str, x: Any) -> Any:
             if name in kinds:
-                return stage.split(x, family.dim, kinds[name]) if whole[kinds[name]] else x
+                return stage.split(x, family.dim, kinds[name]) if whole[name] else x
+            if name == family.last and x is not None:
+                return stage.held((IMAGE,))
             if name in counted and x is not None:
                 start, count = stage.shares(counted[name])[stage.handler.cp.rank]
                 return max(0, min(x - start, count))
@@ -527,19 +599,20 @@ class _Entrance:
 
     def share(self, block: str, name: str, x: Tensor) -> Tensor:
         """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
-        lengths, family = self.stage.lengths, self.stage.family
-        if name.startswith(("encoder", family.prompt)) and not lengths[PROMPT]:
+        lengths, family, both = self.stage.lengths, self.stage.family, self.stage.both
+        text = name.startswith(("encoder", family.prompt)) or (family.prompts and re.search("encoder|prompt", name))
+        if text and (family.prompts or not lengths[PROMPT]):
             return x
-        sizes = {kind: n for kind, n in (*lengths.items(), ("both", sum(lengths.values()))) if n}
         positions = _POSITIONS.search(name)
-        if not lengths[PROMPT]:
-            sizes = {IMAGE: lengths[IMAGE]}
-        elif not positions and not re.search("mask|context", name):  # shifts and scales are those of images
-            del sizes[PROMPT]
+        kinds = dict.fromkeys([*((kind,) for kind in both), both])
+        if family.streams:
+            kinds = {(PROMPT,) if "audio" in name else (IMAGE,): None}
+        elif len(both) > 1 and not positions and not re.search("mask|context", name):
+            del kinds[(PROMPT,)]  # shifts and scales are those of images
         first = 0 if positions or family.dim == 0 else 1
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
         last = x.ndim - 1 if numbers and "mask" not in name else x.ndim
-        found = [(dim, kind) for dim in range(first, last) for kind, n in sizes.items() if x.shape[dim] == n]
+        found = [(dim, kind) for dim in range(first, last) for kind in kinds if x.shape[dim] == self.stage.total(kind)]
         if len(found) > 1 and "mask" in name:  # of pairs of the whole sequence
             return x
         if len(found) > 1:
@@ -547,10 +620,7 @@ class _Entrance:
                 f"{block} got {name} of shape {tuple(x.shape)}, with {lengths[IMAGE]} tokens of the image and "
                 f"{lengths[PROMPT]} of the prompt. Which dimension counts which tokens is not clear. Use other lengths"
             )
-        if not found:
-            return x
-        dim, kind = found[0]
-        return self.stage.split_both(x, dim) if kind == "both" else self.stage.split(x, dim, kind)
+        return self.stage.split(x, *found[0]) if found else x
 
 
 def _mapped(name: str, x: Any, function: Callable[[str, Tensor], Tensor]) -> Any:

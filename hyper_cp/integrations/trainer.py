@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
@@ -88,7 +89,15 @@ class ContextParallelTrainer:
         if config is not None and not config.cp_enabled:
             return
         self.handler = enable(self.accelerator, style=self.style)  # type: ignore[attr-defined]
-        self._prepare_own(self.model, cp_mesh(self.accelerator))  # type: ignore[attr-defined]
+        if self.model is not None:  # type: ignore[attr-defined]
+            self._prepare_own(self.model, cp_mesh(self.accelerator))  # type: ignore[attr-defined]
+
+    @where_split
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A model of ``model_init=``, prepared: Trainer makes one in its constructor, and another in every training."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        self._prepare_own(model, cp_mesh(self.accelerator))  # type: ignore[attr-defined]
+        return model
 
     def _prepare_own(self, model: Any, mesh: DeviceMesh) -> None:
         """Prepare a model of this trainer for shares of sequences."""
@@ -96,7 +105,22 @@ class ContextParallelTrainer:
 
     @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._warn_of_own_loss()
         return nullcontext, self._share(inputs)
+
+    def _warn_of_own_loss(self) -> None:
+        """Warn of a ``compute_loss`` of the user that does not end in the one of this mixin."""
+        method = type(self).compute_loss
+        code = getattr(method, "__code__", None)
+        if method.__module__.startswith("hyper_cp.") or code is None or "compute_loss" in code.co_names:
+            return
+        warnings.warn(
+            f"{method.__qualname__} computes a loss by itself. It gets this rank's share of a batch: labels[:, 1:] "
+            "lacks the label of its last token, and a mean is that of this rank's tokens. Return self.handler."
+            "mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: shift_labels are "
+            "shifted over the whole sequence",
+            stacklevel=2,
+        )
 
     def _share(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """This rank's share of a batch. Some layouts place tokens by its documents, which are kept for outputs."""
@@ -118,6 +142,14 @@ class ContextParallelTrainer:
             num_items_in_batch = num_items_in_batch * cp
         loss, *outputs = compute(model, inputs, True, num_items_in_batch)
         return (loss * cp, *outputs) if return_outputs else loss * cp
+
+    @where_split
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of a batch once. Trainer adds up those of all ranks, which here hold the same whole ones."""
+        state: Any = vars(self)["state"]
+        before = state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.handler.cp.size
 
     @where_split
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,11 +180,13 @@ class ContextParallelTrainer:
 
     @gather_function.setter
     def gather_function(self, own: Any) -> None:
-        """Keep the function that the evaluation loop sets, which gathers from all ranks, for ``cp_size=1`` only."""
+        """Keep the function that Trainer sets, which gathers from all ranks: for ``cp_size=1``, and because it says if
+        rows that fill the last batch are dropped."""
         self._own_gather = own
 
     def _gather(self, x: Tensor) -> Tensor:
         accelerator, state = self.accelerator, self.accelerator.gradient_state  # type: ignore[attr-defined]
         sizes = {"dp": accelerator.parallelism_config.data_parallel_size, "row": x.shape[0]}
         x = rearrange(accelerator.gather(x), "(dp cp row) ... -> cp (dp row) ...", **sizes)[0]
-        return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else x
+        every = self._own_gather == accelerator.gather  # Seq2SeqTrainer drops no row, also none that fills a last batch
+        return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 and not every else x

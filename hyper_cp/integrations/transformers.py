@@ -13,6 +13,7 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,17 +29,17 @@ from transformers import __version__ as transformers_version
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
-from ..data.packing import Media, PreparedBatch, attention_state, read_positions, take_documents
+from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
-from ..module.mesh_binding import Binding, binding_of, describe
+from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
 from ..module.model import begin_call
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss, sparse
-from .huggingface.attention import register
+from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
     MEDIA,
     POOLED,
@@ -54,6 +55,7 @@ from .huggingface.checks import (
     counts_mask,
     decoder_of,
     has_attention,
+    makes_mask,
     masks_by_types,
     mixers_of,
     position_maker,
@@ -61,9 +63,10 @@ from .huggingface.checks import (
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
+from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.latents import NAME, prepare_latents
-from .huggingface.media import MediaHook, owner_of
+from .huggingface.media import PLACES, MediaHook, owner_of
 from .huggingface.modules import (
     LightningHooks,
     direct_attention,
@@ -83,7 +86,7 @@ from .huggingface.written import record, written_attention
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
 IGNORE = -100
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", PLACES)
 """Names of the types of tokens (text, image ...) in batches."""
 PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
 """Names of the arguments with rows of positions in the forward of a prompt."""
@@ -131,6 +134,7 @@ def prepare_model(
     hooks = [DecoderHook(style, mesh, stack) for stack in stacks]  # all before the first: they may share a config
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
+        attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:
         hook.two = SourceTargetHook(hook.binding, prepare_batch)
@@ -142,7 +146,9 @@ def prepare_model(
         model.register_forward_pre_hook(head.before, with_kwargs=True)
         model.register_forward_hook(head.after, with_kwargs=True, always_call=True)
     if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
-        MediaHook(hook.binding, model, owner).attach(owner)
+        MediaHook(hook.binding, model, owner).attach(owner, decoder)
+    if (owner := image_keys_of(model, decoder)) is not None:
+        ImageKeysHook(hook.binding, model).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     if model is not decoder:
@@ -304,8 +310,12 @@ class _KeywordBatch(WholeBatch):
         outputs, and causality hides padding without a mask of keys."""
         if self.mask is None:
             return
-        behind = self.mask[:, : self.length].flip(1).cumsum(1).flip(1) == 0
-        if not bool((behind & counted.to(behind.device)).any()):
+        shown, counted = self.mask[:, : self.length].bool().cpu(), counted.cpu()
+        at = torch.arange(self.length)
+        back = at - torch.where(shown, at, -NONE_BACK).cummax(1).values
+        self.state = replace(self.state, tokens_back=int((back * (counted & ~shown)).max().clamp(max=NONE_BACK)))
+        behind = shown.flip(1).cumsum(1).flip(1) == 0
+        if not bool((behind & counted).any()):
             return
         self.state = replace(self.state, padding_counts=True)
         if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
@@ -397,6 +407,8 @@ class DecoderHook:
         cache it does not run as it did before it was prepared."""
         self.hides_padding = sparse.hides_padding(decoder)
         self.cross = cross_attention(decoder)
+        self.made_mask = False
+        """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
 
@@ -414,6 +426,7 @@ class DecoderHook:
             record(decoder, self.written)
         elif has_attention(decoder):
             decoder.set_attn_implementation(NAME)
+            request_masks(decoder)
             prepare_latents(decoder)
             sparse.prepare(decoder)
         self.prepared = decoder.config._attn_implementation
@@ -435,11 +448,9 @@ class DecoderHook:
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
-        plain = documents is None and given is None and (ready is None or ready.plain)
         found = cache_in(kwargs)
         cache = found if isinstance(found, SplitModelCache) else None
-        selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
-        on_one_device = not mesh.parallel and plain and not selects
+        on_one_device = self.on_one_device(mesh, (documents, given), ready, kwargs)
         if not on_one_device and (given_since := module.config._attn_implementation) != self.prepared:  # type: ignore[union-attr]
             raise RuntimeError(
                 f"{self.binding.name} has attn_implementation={given_since!r}, which was set after prepare_model had "
@@ -453,6 +464,8 @@ class DecoderHook:
             if self.direct:
                 kwargs["attention_mask"] = no_mask(next(module.parameters()).device)
         else:
+            if self.made_mask:
+                kwargs.pop("attention_mask", None)
             self._refuse(args, kwargs)
             if not self.adapters_checked:
                 check_adapters(module)
@@ -465,6 +478,7 @@ class DecoderHook:
                 documents = batch.documents if batch.tokens is None else None
                 batch = replace(batch, documents=documents, tokens=None, keys=batch.visible)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
+            self._warn_of_eager(module, batch)
             passed = frozenset(kwargs)
             counted, positions = self._complete(handler, tokens, batch, kwargs)
             state = ForwardState(
@@ -492,6 +506,27 @@ class DecoderHook:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End what ``before`` has begun; also after an exception."""
         forward.end(module)
+
+    def _warn_of_eager(self, module: Any, batch: PreparedBatch) -> None:
+        """Warn of labels whose positions see no token, for a model with eager attention."""
+        window = getattr(module.config, "sliding_window", None) or NONE_BACK
+        if self.implementation == "eager" and batch.tokens_back >= window:
+            warnings.warn(
+                f"{self.binding.name} was loaded with attn_implementation='eager', and labels count at padding that "
+                "sees no token (the label of the first token behind padding is one: padding predicts it). Eager "
+                "attention has the mean of all values there, context parallelism zeros, as 'sdpa' has: the loss "
+                "differs a little from that of one device. Set these labels to -100",
+                stacklevel=2,
+            )
+
+    def on_one_device(
+        self, mesh: StyledMesh, documents: tuple[Tensor | None, ...], ready: PreparedBatch | None, kwargs: Any
+    ) -> bool:
+        """True if the decoder runs as it did before it was prepared: on a mesh of one rank, if no attention has to
+        know of documents or padding."""
+        plain = all(x is None for x in documents) and (ready is None or ready.plain)
+        selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
+        return not mesh.parallel and plain and not selects
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:
@@ -656,7 +691,12 @@ class HeadHook:
             (x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
         )
         made: dict[str, Any] = dict(kept)
-        if ready is not None and tokens is not None and self.decoder.binding.active.parallel and masks_by_types(model):
+        self.decoder.made_mask = ready is not None and kwargs.get("attention_mask") is None and makes_mask(model)
+        mesh = self.decoder.binding.active
+        documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
+        if self.decoder.on_one_device(mesh, documents, ready, kwargs):
+            forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
+        if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
             makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
             if makes and kwargs.get("attention_mask") is None:
@@ -694,6 +734,8 @@ class HeadHook:
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
         forward.offer(None)
+        self.decoder.made_mask = False
+        forward.end(model)
         mesh, cache = self.decoder.binding.active, cache_in(kwargs)
         if isinstance(cache, SplitModelCache):
             prompt, cache.prompt, cache.new_mask = cache.prompt, None, None

@@ -100,8 +100,19 @@ class ContextParallelSFT(ContextParallelTrainer):
             inputs["attention_mask"] = torch.ones_like(tokens) if counted is None else (counted != 0).to(tokens.device)
             return output
 
-        # Past the method of ContextParallelTrainer, which is for losses of models.
-        return super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
+        accelerator = vars(self)["accelerator"]
+        accelerator.gather_for_metrics = self._gather_sums  # accelerate's would take ranks for rows of the last batch
+        try:  # past the method of ContextParallelTrainer, which is for losses of models
+            return super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            del accelerator.gather_for_metrics
+
+    def _gather_sums(self, x: Tensor) -> Tensor:
+        """Sums ``[]`` over the tokens of each rank, without ranks whose rows the last batch repeats."""
+        accelerator = vars(self)["accelerator"]
+        state, cp = accelerator.gradient_state, self.handler.cp.size
+        found: Tensor = accelerator.gather(x)
+        return found[: state.remainder * cp] if state.end_of_dataloader and state.remainder > 0 else found
 
 
 _BY_ROWS: dict[str, Callable[[Any], bool]] = {

@@ -380,7 +380,6 @@ def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:
 
 PLAIN: dict[Any, Callable[..., Any]] = {
     flex_attention: plain_flex_attention,
-    Tensor.unflatten: torch.unflatten,  # torch.compile cannot trace the method where a mode is active
 }
 """The replacement for a function that is not routed after all, where that is not the function itself."""
 SEQUENCE_DIM: dict[Any, int] = {

@@ -66,6 +66,10 @@ class DispatchMode(EnteredMode):
                 "context-parallel attention yet. Call F.scaled_dot_product_attention or flex_attention, or use "
                 "ulysses_degree=None with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
+        if (
+            func is Tensor.unflatten
+        ):  # torch.compile finds it in no dictionary, and cannot trace it where a mode is active
+            func = torch.unflatten
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
 
 

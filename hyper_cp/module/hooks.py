@@ -212,11 +212,12 @@ class AttentionHooks:
             return None
         if call.must_route and call.routed == 0:
             raise RuntimeError(
-                f"{self.name} returned without calling F.scaled_dot_product_attention or flex_attention, so its "
-                "attention covered only the local share of the sequence (or ignored the window or the documents). "
-                "Apply ContextParallel to the module that calls it (Hugging Face: load the model with "
-                'attn_implementation="sdpa"); without window and documents ulysses_degree=None with q, k, v '
-                "as inputs works with any kernel"
+                f"{self.name} returned without calling F.scaled_dot_product_attention or flex_attention. Other "
+                "attention covers only the local share of the sequence, or ignores the window or the documents. Apply "
+                "ContextParallel to the module that calls one of them (Hugging Face: load the model with "
+                'attn_implementation="sdpa"); leave a module that passes mesh= to hyper_cp.ops out of the plan, or '
+                "mesh= out of the call; without window and documents ulysses_degree=None with q, k, v as inputs works "
+                "with any kernel"
             )
         if call.exchanged is None:
             return self._placed(call, output)

@@ -218,12 +218,13 @@ def attention(
             another length. With ``kv_exchange="replicated"`` all keys, the same on every rank.
         v: local values ``[B, Hkv, S/n, Dv]``.
         mesh: the cp mesh (1-D, or 2-D ``("ring", "ulysses")``) of n ranks. None: inside a module with a
-            ``ContextParallel`` style, whose settings then hold, attention over its mesh; elsewhere attention on one
-            device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p, selected and block may be given then.
-        is_causal: causal over *global* positions.
-        scale: of the logits; default ``D ** -0.5``.
+            ``ContextParallel`` style, attention over the mesh and with the settings of that style; elsewhere attention
+            on one device. Only is_causal, scale, enable_gqa, attn_mask, dropout_p, selected and block may be given
+            then.
+        is_causal: True if a query sees no key after its own *global* position.
+        scale: the factor of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
-        ulysses_degree: ranks that trade sequence for heads; ``None`` = all of the mesh.
+        ulysses_degree: the number of ranks that trade sequence for heads; ``None``: all ranks of the mesh.
         kv_exchange: ``"all_gather"``, ``"ring"``, ``"double_ring"`` (a ring inside each host and one between
             hosts, which are those of ``LOCAL_WORLD_SIZE``; ``"double_ring_4"``: 4 adjacent ring ranks to a host) or
             ``"needed"`` (only the rows that queries see, for documents and windows), over the remaining ranks; or
@@ -242,19 +243,19 @@ def attention(
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each
             other. They may have any length and begin anywhere. None: those of the enclosing ``handler.documents``
-            block, if there is one and keys are as many as queries.
+            block, if there is one and there are as many keys as queries.
         dropout_p: probability that a weight is dropped (never the same pairs on two ranks, the same ones in a
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.
         return_lse: also return the log-sum-exp of the scaled logits.
         return_max_logits: also return the largest logit of each query head over the queries and keys of all ranks, for
-            QK-clip: that of the pairs that are visible, after ``scale``, ``softcap`` and an added mask, without sinks.
+            QK-clip: the largest of the visible pairs, after ``scale``, ``softcap`` and an added mask, without sinks.
             Queries that are padding do not count, if the documents come from a handler's batch or block. The forward
-            runs on a kernel that returns it (docs/guide/max_logits.md has the cost). One small communication. In
-            compiled code it breaks the graph.
-        head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups, the next one in flight while one is
-            attended, in backward too. Each rank's heads must split into them. ``"auto"``: chosen by heads and tokens
-            (docs/measured/planner.md), and logged.
+            runs on a kernel that returns it (docs/guide/max_logits.md has the cost), and makes one small communication.
+            In compiled code it breaks the graph.
+        head_groups: exchange heads (``ulysses_degree`` > 1) in this many groups. The next group travels while attention
+            to one is computed, in backward too. Each rank's heads must split into them. ``"auto"``: chosen by heads and
+            tokens (docs/measured/planner.md), and logged.
         exchange_stages: the number of stages in which keys and values travel with ``kv_exchange="needed"`` or
             ``"all_gather"``; the first tiles run while the rows of later stages are on their way. ``"auto"``: chosen
             for each batch by the rows that travel (docs/measured/planner.md), and logged; an all-gather stays whole,
@@ -265,29 +266,31 @@ def attention(
         softcap: logits become ``softcap * tanh(logits / softcap)`` before masks and the softmax (as in Gemma 2). Plain
             math computes that on the CPU and on NPUs, FlexAttention on CUDA.
         exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel in
-            bfloat16 where Ulysses leaves a ring, half of the bytes. Every rank adds in fp32; each hop of a ring rounds
-            the sum once (docs/measured/communication.md has the errors). (``torch.float32`` does so with fp64.) None:
-            nothing loses a bit.
+            bfloat16 between the ranks that Ulysses leaves, in half of the bytes. Every rank adds in fp32; each hop of a
+            ring rounds the sum once (docs/measured/communication.md has the errors). ``torch.float32`` does the same
+            with fp64. None: nothing is rounded.
         slices: the pairs that are visible, as ``(q_range, k_range, kind)`` over global positions, see
             :func:`mask_of_slices`. Every other option hides more. In compiled code they break the graph.
         selected: the only keys that each query sees, as global positions ``[B, 1, S/n, k]``, or ``[B, Hkv, S/n, k]``
             for each key head, int32 or int64, as :func:`select_keys` returns them; -1 is no key. A query lists a key
             once. Every other option hides more, so a listed key of the future or of another document is not seen. With
-            Ulysses all ranks of a block need all their selections: 4 k bytes of a token travel beside its heads. No
-            queries are exchanged with ``load_balance``, since every query sees equally many keys.
-        block: ``selected`` lists blocks of this many adjacent keys: number i are those from ``block * i`` on.
+            Ulysses all ranks of a group need the selections of the group: 4 k bytes of a token travel beside its heads.
+            ``load_balance`` exchanges no queries then, since every query sees equally many keys.
+        block: ``selected`` lists blocks of this many adjacent keys: block i has the keys from ``block * i`` on.
         entries: pooled keys and values of the whole sequence (:class:`Entries`), to which queries attend under the same
             softmax as to tokens, with sinks once. All other options are about tokens. All ranks form one ring then,
-            whatever ulysses_degree is. Not with documents, softcap, slices, dropout, selected tokens or return_lse.
+            whatever ulysses_degree is. Documents, softcap, slices, dropout, selected tokens and return_lse raise then.
 
     Returns:
-        This rank's output ``[B, H, S/n, Dv]``; with ``return_lse`` and ``[B, H, S/n]`` in fp32 (fp64 for fp64
-        inputs), which has no gradient (but with softcap) and is -inf for queries that see nothing; with
-        ``return_max_logits`` and ``[H]`` in that dtype, the same on every rank, without a gradient.
+        This rank's output ``[B, H, S/n, Dv]``. With ``return_lse`` a tuple with the log-sum-exp ``[B, H, S/n]`` in fp32
+        (fp64 for fp64 inputs); it has a gradient with softcap only, and is -inf for queries that see nothing. With
+        ``return_max_logits`` a tuple that ends with the largest logits ``[H]`` in that dtype, the same on every rank,
+        without a gradient.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
-        NotImplementedError: for gradients of masks, and dropout where a fused kernel would draw random numbers.
+        NotImplementedError: for gradients of masks, dropout where a fused kernel would draw random numbers, and options
+            that selected keys or entries do not take.
 
     Example::
 
@@ -349,8 +352,8 @@ def latent_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Multi-head latent attention (DeepSeek V2), in which latents travel and not the heads that are made of them.
 
-    Key and value of head h are made of a token's latent by the rows of ``weight`` that belong to h, first those of the
-    key's Dn numbers without positions, then those of the value's Dv; the rotary part is the end of the key::
+    The rows of ``weight`` that belong to head h make its key and value of a token's latent: first the key's Dn numbers
+    without positions, then the value's Dv. The rotary part is the end of the key::
 
         key, value = F.linear(latent, weight, bias).unflatten(2, (H, Dn + Dv)).split([Dn, Dv], -1)
         attention(q, cat([key, rope]), value)
@@ -364,22 +367,23 @@ def latent_attention(
         latent: local latents ``[B, S/n, R]``, after their norm.
         rope: the rotary part of local keys, after the rotation: ``[B, 1, S/n, Dr]`` for all heads, or ``[B, H, S/n,
             Dr]``.
-        weight: ``[H * (Dn + Dv), R]``, of the heads of q: with tensor parallelism, of this rank's. A gradient is this
-            rank's share of a sum over the cp ranks, like that of any other parameter.
-        bias: ``[H * (Dn + Dv)]``.
-        mesh: the cp mesh of n ranks. None: inside a module with a ``ContextParallel`` style, whose settings then hold,
-            attention over its mesh; elsewhere attention on one device. Only is_causal, scale, attn_mask, dropout_p and
-            selected may be given then. (In compiled code heads travel then.)
-        latents: True: latents travel. False: heads travel. None: whichever is fewer numbers of a token. Heads can be
+        weight: ``[H * (Dn + Dv), R]``, for the heads of q (with tensor parallelism those of this rank). Its gradient is
+            this rank's share of a sum over the cp ranks, like that of any other parameter.
+        bias: ``[H * (Dn + Dv)]``, added to what the weight makes; None: there is none.
+        mesh: the cp mesh of n ranks. None: inside a module with a ``ContextParallel`` style, attention over the mesh
+            and with the settings of that style; elsewhere attention on one device. Only is_causal, scale, attn_mask,
+            dropout_p and selected may be given then. (In compiled code heads travel then.)
+        latents: True: latents travel. False: heads travel. None: those that are fewer numbers for a token. Heads can be
             fewer with Ulysses, which gives a rank ``H / ulysses_degree`` of them. The choice is logged.
-        selected: that of :func:`attention`, ``[B, 1, S/n, k]``. Latents travel then by default, and nothing is
+        selected: as in :func:`attention`, ``[B, 1, S/n, k]``. Latents travel then by default, and nothing is
             expanded: the weight is applied to queries and outputs, with one key head of R + Dr numbers (the absorbed
             form). Queries and outputs of a layer are kept for backward in that width.
 
-    Dn is the width of q without that of rope, and Dv what ``weight`` leaves: check the width of the output where sizes
-    may be wrong. All other arguments (all of :func:`attention` but ``enable_gqa`` and ``slices``), results and errors
-    are those of :func:`attention`. (``head_groups`` > 1 needs heads.) With tensor parallelism done by hand, the
-    gradients of latent and rope are shares of sums over the heads of all tensor-parallel ranks.
+    Dn is the width of q without that of rope, and Dv is what is left of the rows of ``weight`` for a head: check the
+    width of the output where sizes may be wrong. All other arguments (all of :func:`attention` but ``enable_gqa`` and
+    ``slices``), results and errors are those of :func:`attention`. (``head_groups`` > 1 needs heads.) With tensor
+    parallelism done by hand, the gradients of latent and rope are shares of sums over the heads of all tensor-parallel
+    ranks.
 
     Example::
 

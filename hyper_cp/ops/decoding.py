@@ -43,18 +43,18 @@ def decode_attention(
     bias: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last tokens of a split cache, causal among them, to all that the cache holds.
+    """Causal attention of the last tokens of a split cache to all tokens that the cache holds.
 
     All ranks pass the same queries and get the same bits. Each sends ``(n - 1) * B * H * T * (Dv + 1)`` numbers for T
     new tokens, in fp32 (fp64 for fp64 inputs), whatever the length of the cache.
 
     Args:
         q: ``[B, H, T, D]``, the queries of the last T positions of the cache, the same on every rank.
-        cache: holds their keys and values already, see :meth:`SplitCache.append`.
-        scale: of the logits; default ``D ** -0.5``.
+        cache: the cache, which holds their keys and values already, see :meth:`SplitCache.append`.
+        scale: the factor of the logits; default ``D ** -0.5``.
         enable_gqa: allow H to be a multiple of Hkv, as in ``F.scaled_dot_product_attention``.
-        sinks, softcap: those of :func:`hyper_cp.ops.attention`; sinks are those of all heads, ``[H]``.
-        weight, bias: those of :func:`hyper_cp.ops.latent_attention`, if the cache holds latents. With a weight alone it
+        sinks, softcap: as in :func:`hyper_cp.ops.attention`; sinks are those of all heads, ``[H]``.
+        weight, bias: as in :func:`hyper_cp.ops.latent_attention`, if the cache holds latents. Without a bias the weight
             is applied to queries and outputs, and nothing is expanded (the absorbed form of DeepSeek V2).
         selected: the only keys that each query sees, as global positions ``[B, 1 or Hkv, T, k]``, the same on every
             rank, as :func:`select_cached` returns them.
@@ -64,7 +64,7 @@ def decode_attention(
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
-        NotImplementedError: where gradients are wanted.
+        NotImplementedError: if an input requires a gradient and autograd is on.
 
     Example::
 
@@ -194,14 +194,27 @@ def select_cached(
 
     Args:
         q: queries of the indexer ``[B, H, T, D]`` of the last T positions of the cache, the same on every rank.
-        cache: holds the keys of the indexer as one tensor: it was made with ``latents=True``, and filled with the two
-            parts of a key ``[B, 1, S/n, ..]``.
-        weights: those of heads ``[B, H, T]``; None: all 1.
-        topk, scale: those of :func:`select_keys`.
+        cache: the cache of the indexer's keys. It was made with ``latents=True``, and filled with the two parts of a
+            key, ``[B, 1, S/n, ...]`` each.
+        weights: the weights of heads ``[B, H, T]``; None: all are 1.
+        topk, scale: as in :func:`select_keys`.
 
     Returns:
         Global positions ``[B, 1, T, topk]``, int32, best first, the same on every rank; -1 where fewer keys are
         visible.
+
+    Raises:
+        ValueError: if the ranks pass other shapes, dtypes or ``topk``, before the selection travels.
+        NotImplementedError: if q requires a gradient and autograd is on.
+
+    Example::
+
+        >>> cache = SplitCache(mesh, latents=True)
+        >>> cache.fill(torch.randn(1, 1, 8, 12), torch.randn(1, 1, 8, 4))  # this rank's half of 16 positions
+        >>> select_cached(torch.randn(1, 2, 1, 16), cache, topk=5).shape  # for the last of them
+        torch.Size([1, 1, 1, 5])
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), over a split cache as :func:`decode_attention`.
     """
     name, cp = "select_cached", cache.cp
     refuse_gradients(name, q)

@@ -26,14 +26,16 @@ from .kernels.selected import TileSelection
 class Entries:
     """Pooled keys and values of the whole sequence, the same on every rank, for ``attention(..., entries=)``.
 
-    Entry j is of the tokens up to ``(j + 1) * every - 1``: queries from there on see it.
+    Entry j ends with the token at position ``(j + 1) * every - 1``: queries from there on see it.
 
     Args:
-        k, v: ``[B, Hkv, E, D]`` and ``[B, Hkv, E, Dv]``, as :func:`hyper_cp.ops.gather_windows` returns them, with the
-            rotary positions that they have.
-        every: tokens from one entry to the next.
+        k, v: ``[B, Hkv, E, D]`` and ``[B, Hkv, E, Dv]``, as :func:`hyper_cp.ops.gather_windows` returns them. Their
+            rotary embedding is applied already.
+        every: the number of tokens from one entry to the next.
         selected: the only entries that each of this rank's queries sees, ``[B, 1 or Hkv, S/n, k]``, int32 or int64,
-            each once; -1 is none. None: all that end before the query or at it.
+            each once; -1 is none. None: a query sees all that end before it or at it.
+
+    Source: compressed attention of DeepSeek-V4, as transformers has it.
     """
 
     k: Tensor

@@ -79,20 +79,20 @@ def select_entries(
         check_local(f"{name}: weights", weights, 3, "[batch, heads, sequence]")
         if weights.shape != q.shape[:3]:
             raise ValueError(
-                f"{name}: weights have shape {tuple(weights.shape)}, and must be {tuple(q.shape[:3])}, one for each "
-                "head of a query. Reshape them"
+                f"{name}: weights has shape {tuple(weights.shape)}. There is one weight for each head of a query. "
+                f"Reshape it to {tuple(q.shape[:3])}"
             )
     b, _, share, dim = q.shape
     if k.shape != (b, 1, k.shape[2], dim):
         raise ValueError(
-            f"{name}: keys have shape {tuple(k.shape)}, and must be [{b}, 1, entries, {dim}], one head for all of the "
-            "queries. Reshape them"
+            f"{name}: key has shape {tuple(k.shape)}. It must be [{b}, 1, entries, {dim}], one head for all heads of "
+            "the queries. Reshape it"
         )
     seen = _seen(name, b, share, every, mesh, layout, documents)
     if (last := int((stop := seen.first + seen.complete).max())) > k.shape[2]:
         raise ValueError(
-            f"{name}: there are {k.shape[2]} entries, and this rank's queries see {last} (every={every}). Pass those "
-            "of the whole sequence, as gather_windows returns them for the same documents"
+            f"{name}: key has {k.shape[2]} entries, and this rank's queries see {last} (every={every}). Every rank "
+            "needs the entries of the whole sequence. Pass them as gather_windows returns them for the same documents"
         )
     scale = dim**-0.5 if scale is None else scale
     with torch.no_grad(), no_autocast(q.device.type):

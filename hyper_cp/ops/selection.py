@@ -62,28 +62,29 @@ def select_keys(
 
     Args:
         q: local queries of the indexer ``[B, H, S/n, D]``.
-        k: its local keys, ``[B, 1, S/n, D]``. They travel; with ``exchange_stages`` and ``kv_exchange`` as those of
-            attention.
-        weights: local weights of heads ``[B, H, S/n]``; None: all 1.
+        k: its local keys, ``[B, 1, S/n, D]``. They travel as those of attention do (``kv_exchange``,
+            ``exchange_stages``).
+        weights: the local weights of heads ``[B, H, S/n]``; None: all are 1.
         topk: the number of keys that a query selects.
         mesh: the cp mesh (1-D) of n ranks. All of them form one ring, whatever the Ulysses degree of attention:
             ranks cannot share out heads that are summed. None: as in :func:`attention`; topk, score, block,
             local_blocks, is_causal, scale and attn_mask may be given then.
         score: ``"relu_sum"``, as above; or ``"per_head"``: every head selects for itself, by ``weights[t, h] * scale *
             q[t, h] . k[s]``.
-        block: select blocks of this many adjacent keys: those from ``block * i`` on have number i, whatever documents
-            there are. The score of a block is the largest of its visible keys.
-        local_blocks: the block of a query and those before it, this many in all, come first, whatever their scores.
-        scale: default ``D ** -0.5``.
+        block: select blocks of this many adjacent keys: block i has the keys from ``block * i`` on, whatever documents
+            there are. The score of a block is the largest score of its visible keys.
+        local_blocks: the number of blocks that come first whatever their scores: the block of the query, and those
+            before it.
+        scale: the factor of ``q . k``; default ``D ** -0.5``.
         attn_mask: bool, ``[B|1, 1, S|1, S]`` over global positions, True where a key may be selected (padding: False).
-        is_causal, layout, load_balance, window, documents: those of :func:`attention`. Work is that of dense causal
-            attention, so a causal indexer needs a balanced layout, or ``load_balance``.
+        is_causal, layout, load_balance, window, documents: as in :func:`attention`. An indexer works as much as dense
+            attention, so a causal one needs a balanced layout, or ``load_balance``.
 
     Returns:
         Global positions ``[B, 1, S/n, topk]``, int32, best first; -1 where fewer keys are visible. Numbers of blocks
         with ``block`` > 1, and ``[B, H, S/n, topk]`` with ``"per_head"``. They have no gradient. A recompute by
         activation checkpointing gets those of its forward, since other bits would select other keys. (In a compiled
-        graph it selects again; put the op into ``SAVE_LIST`` there.)
+        graph it selects again; save the ops of ``SAVE_LIST`` there.)
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.
@@ -155,8 +156,8 @@ def select(
         check_local(f"{call.name}: weights", weights, 3, "[batch, heads, sequence]")
         if weights.shape != q.shape[:3] or not weights.is_floating_point():
             raise ValueError(
-                f"{call.name}: weights {weights.dtype} {tuple(weights.shape)} must be floating-point "
-                f"{tuple(q.shape[:3])}, one for each head of a query. Reshape them, or pass None for weights of 1"
+                f"{call.name}: weights is {weights.dtype} {tuple(weights.shape)}. It must be floating-point "
+                f"{tuple(q.shape[:3])}, one weight for each head of a query. Reshape it, or pass None for weights of 1"
             )
     check_key_mask(call)
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))

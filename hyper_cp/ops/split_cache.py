@@ -48,14 +48,17 @@ class SplitCache:
 
     Args:
         mesh: the cp mesh of n ranks.
-        layout: that of the prompt, see :func:`hyper_cp.ops.attention`.
+        layout: the layout of the prompt, see :func:`hyper_cp.ops.attention`.
         window: ``(left, 0)``: every query sees at most ``left`` positions before its own. Keys that no new token will
             see are not kept. None: every query sees all positions before its own.
-        latents: the cache holds latents of latent attention: k is ``[B, 1, S/n, R]``, and v their rotary part
-            ``[B, 1, S/n, Dr]``.
+        latents: True: the cache holds the latents of latent attention. k is then ``[B, 1, S/n, R]``, and v is their
+            rotary part ``[B, 1, S/n, Dr]``.
 
     Attributes:
-        length: global positions in the cache, those of padding in the prompt included.
+        length: the number of global positions in the cache, with those of padding in the prompt.
+
+    Raises:
+        ValueError, TypeError: for an unknown layout, or a window that shows keys after a query.
 
     Source: the split caches of serving engines (decode context parallelism of vLLM, Helix of TensorRT-LLM).
     """
@@ -72,8 +75,8 @@ class SplitCache:
         checked = tiles.check_window(window)
         if checked is not None and checked[1] not in (0, None):
             raise ValueError(
-                f"window={window!r} of a cache: new tokens are causal, and see no position after their own. Pass "
-                "(left, 0), or None"
+                f"window={window!r} of a cache reaches {checked[1]} positions to the right. New tokens are causal, and "
+                "see no position after their own. Pass (left, 0), or None"
             )
         self.window = None if checked is None or checked[0] is None else (checked[0], 0)
         self.length, self.latents = 0, latents
@@ -107,7 +110,7 @@ class SplitCache:
 
         Raises:
             ValueError, TypeError: on arguments that do not fit, before any communication.
-            NotImplementedError: for a prompt of several documents, and where gradients are wanted.
+            NotImplementedError: for a prompt of several documents, or a gradient that k or v requires with autograd on.
         """
         k, v = self._checked("fill", k, v)
         ranks, share = self.cp.size, k.shape[2]
@@ -130,8 +133,8 @@ class SplitCache:
         self.length, self._last = length, rank_and_row(resolved, length - 1)
 
     def last_token(self, x: Tensor) -> Tensor:
-        """The row ``[B, 1, ...]`` of the last token of the prompt, on every rank, of a tensor whose share
-        ``[B, S'/n, ...]`` this rank has (hidden states before a head, say). One small gather."""
+        """The row ``[B, 1, ...]`` of the prompt's last token, on every rank, from a tensor of which this rank has the
+        share ``[B, S'/n, ...]`` (hidden states before a head, say). It takes one small gather."""
         rank, row = self._last
         own = x[:, row : row + 1] if self.cp.rank == rank else x[:, :1]
         with operation(self.cp, "last token of a prompt"):
@@ -166,8 +169,8 @@ class SplitCache:
         self._shown = None if self._shown is None else self._shown.index_select(0, index)
 
     def show(self, mask: Tensor) -> None:
-        """Say anew which positions of the cache are tokens (1) and padding (0), ``[B, length]``, the same on every
-        rank. Those that become padding are hidden from all further queries."""
+        """Replace the padding mask of the cache by ``mask [B, length]``, the same on every rank: 1 on tokens, 0 on
+        padding. Positions that become padding are hidden from all further queries."""
         starts, stops, _ = self.ranges().tolist()
         own = torch.cat([mask[:, :0], *(mask[:, a:b] for a, b in zip(starts, stops, strict=True))], 1)
         self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
@@ -276,9 +279,9 @@ class SplitCache:
             held.dtype != k.dtype or held.shape[:2] != k.shape[:2] or self.widths != (k.shape[3], v.shape[3])
         ):
             raise ValueError(
-                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache, which "
-                f"holds {held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self.widths}. "
-                "Pass those of the same layer and batch, in the same dtype"
+                f"{caller}: key {k.dtype} {tuple(k.shape)} and value {tuple(v.shape)} do not fit the cache. It holds "
+                f"{held.dtype}, {held.shape[0]} batch rows, {held.shape[1]} heads and head dims {self.widths}. Pass "
+                "keys and values of the same layer and batch, in the same dtype"
             )
         return k, v
 
@@ -287,13 +290,14 @@ class SplitCache:
         name, held = "decode_attention", self._kv[0] if self._kv else q
         if not self._kv or q.shape[2] > self.length:
             raise ValueError(
-                f"{name}: query has {q.shape[2]} new tokens, and the cache {self.length} positions, which must "
-                "include them. Append their keys and values before they are attended"
+                f"{name}: query has {q.shape[2]} new tokens, and the cache has {self.length} positions. These must "
+                "include the new tokens. Append their keys and values before you attend to them"
             )
         if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
             raise ValueError(
-                f"{name}: query is {q.dtype} {tuple(q.shape)}, but the cache holds {held.shape[0]} batch rows in "
-                f"{held.dtype}. Pass the queries of the same batch, in the same dtype, and at least one"
+                f"{name}: query is {q.dtype} {tuple(q.shape)}, and the cache holds {held.shape[0]} batch rows in "
+                f"{held.dtype}. Both have one batch and dtype, and there is at least one query. Pass the queries of "
+                "the batch whose keys were appended, in the same dtype"
             )
         if self.latents != bool(of_latents):
             raise ValueError(
@@ -350,9 +354,9 @@ def refuse_gradients(caller: str, *tensors: Tensor) -> None:
     refuse_forward_mode(caller, *tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(
-            f"{caller}: gradients are wanted, and a split cache gives none: new tokens attend to keys of other ranks "
-            "without a backward. Decode under torch.no_grad(); to train on what was written, run the whole sequence "
-            "as a batch"
+            f"{caller}: a tensor of shape {next(tuple(x.shape) for x in tensors if x.requires_grad)} requires a "
+            "gradient. A split cache gives none: new tokens attend to keys of other ranks without a backward. Decode "
+            "under torch.no_grad(); to train on what was written, run the whole sequence as a batch"
         )
 
 

@@ -49,25 +49,26 @@ def plan(
         model: a Hugging Face configuration or model, any object or dict with such attributes, the path of a
             ``config.json`` or of its folder, a name that ``transformers.AutoConfig`` finds, or a :class:`ModelShape`.
         sequence: the global length in tokens, or the lengths of the documents that are packed into one sequence.
-        gpus: ranks in all. Each group of a cp size has sequences of its own.
+        gpus: the number of ranks. Each group of ``cp_size`` ranks has sequences of its own.
         cluster: the name of a profile (h100, h200, a100, b200, 910b, 910c) or a :class:`Cluster`.
         measured: the path of a JSON file of measurements (docs/measured/planner.md), in place of the profile's numbers.
         causal: False if queries see all keys of their document.
-        batch: sequences of a step on each group.
-        cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: None: every one that is possible;
-            otherwise only this.
-        dtype: of activations.
-        bytes_per_parameter: of a parameter with its gradient and optimizer states (16: fp32 with Adam).
-        shards: ranks over which these are split, as FSDP does (None: all GPUs).
-        memory_gb: memory of a device that a step may use, GB (None: the cluster's, less a part for fragmentation).
+        batch: the number of sequences that each group has in a step.
+        cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: plan with this value only (None: with
+            every value that is possible).
+        dtype: the dtype of activations: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        bytes_per_parameter: the bytes of a parameter with its gradient and optimizer states (16: fp32 with Adam).
+        shards: the number of ranks over which these are split, as FSDP does (None: all GPUs).
+        memory_gb: the memory of a device that a step may use, in GB of 1e9 bytes (None: that of the cluster, less a
+            part for fragmentation).
 
     Returns:
         A :class:`PlanReport`: ``print`` it, or take ``style()``, the :class:`ContextParallel` to use first.
 
     Raises:
         ValueError: for numbers that are not positive, an unknown profile or name, heads that do not split over
-            ``ulysses_degree``, a length that does not split over ``cp_size``.
-        TypeError: for a model without the sizes that the cost depends on.
+            ``ulysses_degree``, or a length that does not split over ``cp_size``.
+        TypeError: for a model without the sizes on which the cost depends.
 
     Example::
 

@@ -32,19 +32,20 @@ class Cluster:
     """One kind of device and the links between devices, by rank.
 
     Args:
-        name: for reports.
-        gpus_per_host: ranks with the fast link to each other; rank r is on host r // gpus_per_host.
-        memory_gb: memory of a device in GB (1e9 bytes).
-        memory_gb_s: bandwidth of that memory, GB/s.
-        tflops: peak of dense bf16 matrix products, TFLOP/s.
-        inside_gb_s, between_gb_s: bandwidth of a device's link inside its host, and of its share of the links between
-            hosts, one way, GB/s.
-        memory_share: the part of the memory that a step may use; the rest is fragmentation and what libraries keep.
-        link_share, matmul_share, forward_share, backward_share: parts of these peaks that transfers, matrix products,
-            and attention forward and backward reach. They are assumptions; measure them (``measured=``).
-        inside_us, between_us: time of an empty message, microseconds.
-        launch_us: host time of a tile's kernels, microseconds.
-        source: where the peaks come from.
+        name: the name that reports use.
+        gpus_per_host: the number of ranks on a host, which have the fast link to each other; rank r is on host
+            r // gpus_per_host.
+        memory_gb: the memory of a device, in GB of 1e9 bytes.
+        memory_gb_s: the bandwidth of that memory, in GB/s.
+        tflops: the peak of dense bf16 matrix products, in TFLOP/s.
+        inside_gb_s, between_gb_s: the bandwidth of a device's link inside its host, and of its share of the links
+            between hosts, one way, in GB/s.
+        memory_share: the part of the memory that a step may use; fragmentation and libraries take the rest.
+        link_share, matmul_share, forward_share, backward_share: the parts of these peaks that transfers, matrix
+            products, and attention forward and backward reach. They are assumptions; measure them (``measured=``).
+        inside_us, between_us: the time of an empty message inside a host and between hosts, in microseconds.
+        launch_us: the host time of a tile's kernels, in microseconds.
+        source: the datasheet that the peaks come from.
 
     Raises:
         ValueError: for a number that is not positive.

@@ -4,7 +4,7 @@ The model is a decoder of Llama's kind in plain PyTorch: RMSNorm, SwiGLU, and th
 counted tensor by tensor, as autograd saves them. Allocators add fragmentation, which is not counted.
 
 Where keys are selected, queries and outputs are kept as wide as latents, and selections from forward to backward,
-whatever is recomputed.
+whatever is recomputed. Where tokens are pooled into entries, every rank keeps those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..ops.kernels.indexer import SCORES_AT_ONCE, SORTED_AT_ONCE
 from ..ops.kernels.selected import GATHERED_AT_ONCE
-from .model import ModelShape
+from .model import ModelShape, Pooling
 from .traffic import ACCUMULATED, POSITION, Ranks
 from .work import RankWork
 
@@ -103,12 +103,31 @@ def selections_saved(model: ModelShape, ranks: Ranks, tokens: float, checkpointi
     return selected + gathered
 
 
+def entries_saved(pooling: Pooling, tokens: float, whole: float, element: int) -> float:
+    """Bytes that one layer saves of its entries, for ``tokens`` tokens of a rank and ``whole`` tokens of all ranks.
+
+    For each pooled token its key, its weight in fp32 (and in a narrower dtype, if the model has one) and whether there
+    is one; for each entry of the rank five tensors of its norm and rotation in fp32; and the entries of all ranks.
+    """
+    if not pooling.window:  # keys of an indexer have no gradients
+        return 0.0
+    of_token = 2 * element + (ACCUMULATED if element < ACCUMULATED else 0) + 1
+    of_entry = 5 * pooling.width * ACCUMULATED
+    pooled = tokens * (pooling.row / 2 * of_token + of_entry / pooling.every)
+    return pooled + whole / pooling.every * pooling.width * element
+
+
+def entries_work(pooling: Pooling, whole: float) -> float:
+    """Bytes of the sums of the gradients of one layer's entries, as keys and as values."""
+    return 2 * whole / pooling.every * pooling.width * ACCUMULATED if pooling.window else 0.0
+
+
 def selection_work(model: ModelShape, tokens: float) -> float:
     """Bytes that an indexer needs: the best keys so far, in 8 bytes each; at the end their positions, while some are
     sorted (three tensors of 8 bytes each); before, scores."""
-    if not model.indexers:
+    best = tokens * max([model.topk if model.indexers else 0, *(x.topk for x in model.poolings)])
+    if not best:
         return 0.0
-    best = tokens * model.topk
     sorting = POSITION * best + 24 * min(best, SORTED_AT_ONCE)
     return 8 * best + max(sorting, 2 * SCORES_AT_ONCE * ACCUMULATED)
 
@@ -183,14 +202,23 @@ def memory(
     saved = model.layers * saved_between(model, ranks, tokens, element, checkpointing)
     saved += tokens * norm_saved(model, element)  # the last one; its output is the head's input
     saved += selections_saved(model, ranks, tokens, checkpointing)
+    saved += sum(x.layers * tokens * x.topk * POSITION for x in model.poolings)  # a recompute selects nothing again
+    of_entries = {x: entries_saved(x, tokens, batch * length, element) for x in model.poolings}
     recomputed = 0.0
+    if checkpointing == "none":
+        saved += sum(x.layers * kept for x, kept in of_entries.items())
+    else:
+        recomputed = max(of_entries.values(), default=0.0)
+    if checkpointing == "attention":  # windows of tokens are not brought again
+        saved += sum(x.layers * tokens * x.tokens / x.every * x.row * element for x in model.poolings)
     if checkpointing == "layers" and ranks.ulysses > 1:  # selections are gathered again
-        recomputed = ranks.ulysses * tokens * model.topk * POSITION
+        recomputed += ranks.ulysses * tokens * model.topk * POSITION
     if checkpointing != "none":
         recomputed += layer_saved(model, ranks, tokens, element) - saved_between(
             model, ranks, tokens, element, checkpointing
         )
     work_space = recomputed + layer_work(model, ranks, kv_exchange, batch, length, work, element)
+    work_space += max((entries_work(x, batch * length) for x in model.poolings), default=0.0)
     work_space -= tokens * norm_saved(model, element)  # the last norm's backward has freed its tensors
     work_space = max(0.0, work_space, selection_work(model, tokens))
     return Memory(states, saved, loss_bytes(model, tokens, chunked_loss, element), work_space)

@@ -77,29 +77,30 @@ class ModelShape:
     """A decoder of Llama's kind: RMSNorm, attention with a head dim of its own, a gated MLP, a vocabulary's head.
 
     Args:
-        layers: number of decoder layers.
-        heads, kv_heads: query heads, and key/value heads (0: as many as query heads).
-        width: size of the residual stream (``hidden_size``).
-        ffn: inner size of the MLP that one token runs through, of all its active experts together (0: four times the
-            width).
-        vocabulary: number of tokens of the head.
-        head_dim: of queries, keys and values (0: width / heads); in latent attention the mean of a key's and a value's.
-        latent: in latent attention, numbers of a token's latent and of its rotary part (0: there is none).
-        rotary: of these, the rotary part.
-        attention_weights: of one layer's projections (0: each is one matrix from or to the width).
-        stored_ffn: inner size of all experts together, which take memory and no time (0: the same as ``ffn``).
+        layers: the number of decoder layers.
+        heads, kv_heads: the numbers of query heads and of key/value heads (0: as many as query heads).
+        width: the size of the residual stream (``hidden_size``).
+        ffn: the inner size of the MLP that one token runs through, of all its active experts together (0: four times
+            the width).
+        vocabulary: the number of tokens of the head.
+        head_dim: the numbers of a query, key or value of one head (0: width / heads); in latent attention the mean of
+            those of a key and of a value.
+        latent: in latent attention, the numbers of a token's latent and of its rotary part (0: there is none).
+        rotary: the numbers of the rotary part, which ``latent`` includes.
+        attention_weights: the weights of one layer's projections (0: each is one matrix from or to the width).
+        stored_ffn: the inner size of all experts together; idle ones take memory and no time (0: the same as ``ffn``).
         tied: True if the head and the embedding are one parameter.
         norm: the RMSNorm, which decides how much it saves for backward: ``"fused"`` (one kernel: ``nn.RMSNorm`` on
             accelerators), ``"plain"`` (``nn.RMSNorm`` on the CPU), or ``"transformers"`` (Hugging Face's, in fp32).
-        topk: the keys that each query selects, in all layers (0: attention is dense).
-        indexer_heads, indexer_dim: query heads of the lightning indexer that selects them, and their width (0: a
+        topk: the number of keys that each query selects, in all layers (0: attention is dense).
+        indexer_heads, indexer_dim: the query heads of the lightning indexer that selects them, and their width (0: a
             selection comes with the batch).
-        indexers: layers that run one (0: all); the others share their selections.
-        sparse: pairs ``(keys, layers)`` for layers whose queries see at most ``keys`` keys, selected from all; 0 keys:
-            recurrent layers. Layers that are in none of these three are dense.
-        windows: the same for layers whose queries see a window of that many keys.
-        poolings: layers whose queries see entries beside a window, and indexers over entries (:class:`Pooling`).
-        scores: FLOPs of a query and a visible key in the indexers of sparse layers, all layers together.
+        indexers: the number of layers that run one (0: all); the others share their selections.
+        sparse: pairs ``(keys, layers)`` for layers whose queries see at most ``keys`` keys, selected from all; 0 keys
+            mean recurrent layers. Layers that are not in ``sparse``, ``windows`` or ``poolings`` are dense.
+        windows: pairs ``(keys, layers)`` for layers whose queries see a window of that many keys.
+        poolings: the layers whose queries see entries beside a window, and indexers over entries (:class:`Pooling`).
+        scores: the FLOPs of a query and a visible key in the indexers of sparse layers, of all layers together.
 
     Raises:
         ValueError: for a size that is not a positive int, heads that are not a multiple of the key/value heads, or an
@@ -247,9 +248,9 @@ class ModelShape:
 
 
 def model_shape(model: Any) -> ModelShape:
-    """The shape of a model from a :class:`ModelShape`, a dict, or any object with the attributes of a Hugging Face
-    configuration (``num_hidden_layers``, ``num_attention_heads``, ``hidden_size``, ``vocab_size`` ...; those of its
-    ``text_config``, if there is one). transformers is not needed.
+    """Return the shape of a model from a :class:`ModelShape`, a dict, or any object with the attributes of a Hugging
+    Face configuration (``num_hidden_layers``, ``num_attention_heads``, ``hidden_size``, ``vocab_size`` ...; those of
+    its ``text_config``, if there is one). transformers is not needed.
 
     Raises:
         TypeError: if a size is missing that cannot be derived.

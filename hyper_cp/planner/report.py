@@ -21,8 +21,8 @@ class PlanReport:
 
     Attributes:
         strategies: those that fit by falling tokens per second, then those that do not fit by rising memory.
-        model, cluster, gpus, length, documents, batch: what was planned for.
-        memory_bytes: of a device.
+        model, cluster, gpus, length, documents, batch: the problem that was planned; ``documents`` is their number.
+        memory_bytes: the bytes of a device's memory that a step may use.
     """
 
     strategies: tuple[Estimate, ...]
@@ -163,7 +163,7 @@ class PlanReport:
         return "\n".join([*self.heading(), *table, *more])
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, all strategies included."""
+        """Return everything as plain values, with all strategies."""
         found = []
         for e in self.strategies:
             values = asdict(e) | {"mode": e.strategy.mode, "style": e.strategy.style(), "step_seconds": e.step_seconds}

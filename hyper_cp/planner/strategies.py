@@ -28,10 +28,10 @@ class Strategy:
     """One way to run a step.
 
     Attributes:
-        cp_size: ranks that share a sequence.
-        ulysses_degree: adjacent ranks that trade sequence for heads.
-        kv_exchange: the way of keys and values between the others; None if there are none (pure Ulysses, one rank).
-        layout: of the sequence on the ranks.
+        cp_size: the number of ranks that share a sequence.
+        ulysses_degree: the number of adjacent ranks that trade sequence for heads.
+        kv_exchange: the way that keys and values travel between groups of these; None if there is one group only.
+        layout: the positions that each rank holds.
         checkpointing: ``"none"``, ``"attention"`` (every layer but for its attention: ``SAVE_LIST`` in a selective
             policy) or ``"layers"``.
         chunked_loss: True if logits are made chunk by chunk.
@@ -68,18 +68,19 @@ class Estimate:
     """The cost of one strategy.
 
     Attributes:
-        tokens_per_rank: positions that a rank holds, all batch rows together.
-        flops: of the fullest rank, forward, recompute and backward.
-        bytes_inside, bytes_between: that a rank sends in a step inside its host and to other hosts, for attention.
-        messages: that it sends in a step.
+        tokens_per_rank: the positions that a rank holds, of all batch rows together.
+        flops: the FLOPs of the fullest rank, forward, recompute and backward.
+        bytes_inside, bytes_between: the bytes that a rank sends in a step inside its host and to other hosts, for
+            attention.
+        messages: the number of messages that it sends in a step.
         balance: the fullest rank's FLOPs of attention, and of indexers, over the mean.
-        compute_seconds: kernels of the fullest rank.
-        exposed_seconds: that it waits for transfers, or copies for them.
-        attention: of one layer, with its part of what indexers take.
-        memory: of a rank.
+        compute_seconds: the seconds that kernels of the fullest rank take.
+        exposed_seconds: the seconds in which it waits for transfers, or copies for them.
+        attention: the seconds of one layer's attention, with its part of the time of indexers.
+        memory: the memory of a rank.
         fits: True if the peak is below the device's memory.
-        tokens_per_second: of all GPUs, each group of ``cp_size`` of them with sequences of its own.
-        why: the reason why it is, or is not, the one to use.
+        tokens_per_second: the tokens of all GPUs, of which each group of ``cp_size`` has sequences of its own.
+        why: the reason why it is, or is not, the strategy to use.
     """
 
     strategy: Strategy
@@ -108,14 +109,14 @@ class Workload:
     """Everything that all strategies share.
 
     Attributes:
-        gpus: ranks in all.
-        documents: those packed into each sequence.
-        batch: sequences of a step on each group.
-        element: bytes of an element of activations.
-        per_parameter: bytes of a parameter with its gradient and optimizer states.
-        shards: ranks over which these are split.
-        memory_bytes: of a device, that may be used.
-        device: its type, on which the stages of an exchange depend.
+        gpus: the number of ranks.
+        documents: the documents that are packed into each sequence.
+        batch: the number of sequences that each group has in a step.
+        element: the bytes of an element of activations.
+        per_parameter: the bytes of a parameter with its gradient and optimizer states.
+        shards: the number of ranks over which these are split.
+        memory_bytes: the bytes of a device's memory that a step may use.
+        device: the type of device, on which the stages of an exchange depend.
     """
 
     model: ModelShape

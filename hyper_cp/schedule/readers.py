@@ -25,7 +25,7 @@ def runs_of_equal_cost(costs: Sequence[float], world: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class ReadRows:
-    """This rank's part in bringing rows to the ranks that read them; every row has at most one reader.
+    """This rank's part in bringing rows to the ranks that read them.
 
     Attributes:
         leaving: local numbers of the rows that leave, those for rank 0 first.

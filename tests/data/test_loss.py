@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from hyper_cp import ContextParallel, ContextParallelHandler
@@ -506,3 +507,32 @@ def test_labels_of_no_class_raise_on_every_rank(ranks: Any) -> None:
     for rank in (0, 1):
         ranks.raises(2, "ValueError", "labels of", labels_of_no_class, rank)
     ranks(2, labels_of_no_class, 2)
+
+
+@on_ranks
+def in_loss_parallel() -> float:
+    """Error of loss and gradients of a head whose logits are sharded over tp, in torch's ``loss_parallel``."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    head = nn.Linear(6, 8, dtype=torch.float64)
+    hidden, labels = torch.randn(2, 12, 6, dtype=torch.float64), torch.randint(8, (2, 12))
+    labels[0, :7] = -100  # ranks have different numbers of labels
+    want = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+    grads = torch.autograd.grad(want, list(head.parameters()))
+    plan = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(head, mesh["tp"], plan)
+    handler = ContextParallelHandler(mesh["cp"], ContextParallel(2, 1))
+    with loss_parallel():
+        logits = head(handler.dispatch(hidden, 1))
+        loss = handler.mean_loss(logits, handler.dispatch(labels, 1), gradients="sum", elsewhere=True)
+        loss.backward()
+    found = [loss]
+    for p in head.parameters():
+        whole = p.grad.full_tensor()
+        dist.all_reduce(whole, group=mesh.get_group("cp"))
+        found.append(whole)
+    return max(relative_error(a.detach(), b.detach()) for a, b in zip(found, (want, *grads), strict=True))
+
+
+def test_logits_that_are_sharded_over_their_classes(ranks: Any) -> None:
+    assert max(ranks(4, in_loss_parallel)) <= 1e-10

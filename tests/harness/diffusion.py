@@ -385,6 +385,27 @@ def _mochi(draw: Draw) -> Made:
     return config, {**inputs, "encoder_attention_mask": _MASK.bool()}
 
 
+def _helios(draw: Draw) -> Made:
+    config, inputs = _wan(draw, rope_dim=(4, 4, 4), is_amplify_history=True)
+    del config["rope_max_seq_len"]
+    for name, frames in (("short", 1), ("mid", 2), ("long", 4)):
+        inputs[f"latents_history_{name}"] = draw(2, 4, frames, 6, 10)
+        inputs[f"indices_latents_history_{name}"] = torch.arange(frames).expand(2, -1)
+    return config, {**inputs, "indices_hidden_states": torch.arange(7, 10).expand(2, -1)}
+
+
+def _ltx2(draw: Draw) -> Made:
+    config = {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 10}
+    config |= {"audio_in_channels": 6, "audio_out_channels": 6, "audio_num_attention_heads": 2}
+    config |= {"audio_attention_head_dim": 12, "audio_cross_attention_dim": 24, "perturbed_attn": True}
+    config |= {"num_attention_heads": 4, "attention_head_dim": 12, "gated_attn": True, "cross_attn_mod": True}
+    inputs = {"hidden_states": draw(2, 45, 4), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    inputs |= {"audio_hidden_states": draw(2, 7, 6), "audio_encoder_hidden_states": draw(2, TEXT, 10)}
+    inputs |= {"encoder_attention_mask": _MASK, "audio_encoder_attention_mask": _MASK, "sigma": draw(2).abs()}
+    inputs |= {"num_frames": 3, "height": 3, "width": 5, "audio_num_frames": 7}
+    return {**config, "audio_gated_attn": True, "audio_cross_attn_mod": True}, inputs
+
+
 _CHROMA = {"approximator_num_channels": 8, "approximator_hidden_dim": 12, "approximator_layers": 1}
 MADE = {
     "FluxTransformer2DModel": lambda draw: _with(
@@ -442,6 +463,8 @@ MADE = {
     "BriaFiboTransformer2DModel": _fibo,
     "HiDreamImageTransformer2DModel": _hidream,
     "WanAnimateTransformer3DModel": _animate,
+    "HeliosTransformer3DModel": _helios,
+    "LTX2VideoTransformer3DModel": _ltx2,
 }
 
 
@@ -467,10 +490,8 @@ NOT_SUPPORTED = {
     "AnyFlowFARTransformer3DModel": "flex_attention with a mask of blocks of the whole sequence; not tried",
     "BriaFibo2Transformer2DModel": "some blocks compress the prompt with attention of their own; not tried",
     "Cosmos3OmniTransformer": "two sequences, of which one is causal and the other attends to both; not tried",
-    "HeliosTransformer3DModel": _SEGMENTS,
     "Kandinsky6SRTransformer3DModel": "attention selects blocks of keys by averages over the whole sequence",
     "Kandinsky6Transformer3DModel": _STREAMS,
-    "LTX2VideoTransformer3DModel": _STREAMS,
     "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",
     "NucleusMoEImageTransformer2DModel": "each expert chooses its tokens among those of the whole sequence",
     "PriorTransformer": "a single embedding of an image behind a prompt: too short to split",

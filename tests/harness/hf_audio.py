@@ -70,9 +70,10 @@ CHANGES |= {"gemma4": GEMMA4, "granite_speech": GRANITE, "granite_speech_plus": 
 
 
 def owner(model: Any) -> Any:
-    """The innermost module that encodes images or audio."""
-    names = "get_image_features", "get_audio_features"
-    return [m for m in model.modules() if any(hasattr(m, name) for name in names)][-1]
+    """The innermost module that encodes images, videos or audio."""
+    names = "get_image_features", "get_video_features", "get_audio_features"
+    found = [m for m in model.modules() if any(hasattr(m, name) for name in names)]
+    return found[-1] if found else model.model  # Mllama
 
 
 def clips(model: Any, seed: int = 11) -> dict[str, Any]:
@@ -82,8 +83,14 @@ def clips(model: Any, seed: int = 11) -> dict[str, Any]:
     names = inspect.signature(type(inner).get_audio_features).parameters
     generator = torch.Generator().manual_seed(seed)
     kind = config.model_type
+    if "input_values" in names:  # of a waveform
+        values, mask = torch.randn(2, FRAMES, generator=generator, dtype=torch.float64), torch.ones(2, FRAMES)
+        mask[1, 24:] = 0
+        name = next(x for x in ("padding_mask", "input_values_mask") if x in names)
+        values = values[:, None] if kind == "vibevoice_asr" else values
+        return {"input_values": values, name: mask.bool()}
     frames = LONG if kind.startswith("qwen3") else FRAMES
-    frames_first = kind.startswith(("granite_speech", "gemma", "fun_asr"))
+    frames_first = kind.startswith(("granite_speech", "gemma", "fun_asr", "nemo"))
     shape = (2, frames, MEL) if frames_first else (2, MEL, frames)
     features = torch.randn(shape, generator=generator, dtype=torch.float64)
     mask = torch.ones(2, frames, dtype=torch.bool)
@@ -112,6 +119,7 @@ def rows_of_clips(model: Any, entries: dict[str, Any]) -> list[int]:
         with torch.no_grad():
             output = inner.get_audio_features(**{name: x for name, x in one.items() if name in taken}, return_dict=True)
         rows = output.pooler_output if getattr(output, "pooler_output", None) is not None else output.last_hidden_state
+        rows = rows[0] if isinstance(rows, tuple) else rows
         valid = one.get("input_features_mask") if "input_features_mask" not in taken else None
         if valid is None and rows.ndim == 3:
             valid = getattr(output, "attention_mask", None)
@@ -140,4 +148,5 @@ def with_audio(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     ids = torch.cat([more, ids], 1)
     mask = torch.cat([torch.ones_like(more), batch["attention_mask"]], 1)
     types = {x: torch.cat([torch.zeros_like(more), batch[x]], 1) for x in batch if x.endswith("token_type_ids")}
-    return {**batch, "input_ids": ids, "attention_mask": mask, **types, **entries}
+    noise = {"sample": False} if "sample" in inspect.signature(type(owner(model)).forward).parameters else {}
+    return {**batch, "input_ids": ids, "attention_mask": mask, **types, **entries, **noise}

@@ -4,6 +4,7 @@ by changing the sizes that most configurations share."""
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,12 @@ GEMMA = {
     **{"sliding_window": 5, "attn_implementation": "eager", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 
+BLT = {
+    **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+    **{name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")},
+    **_each("hidden_size_global cross_attn_k", 32),
+    "cross_attn_k": 1,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -116,6 +123,26 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "zaya": {"num_experts_per_tok": 1},
+    "xmod": {"default_language": "en_XX"},
+    "blt": {
+        **{"encoder_hash_byte_group_vocab": 20, "encoder_hash_byte_group_size": [3], "cross_attn_k": 1},
+        "vocab_size": VOCABULARY,
+        **{f"{name}_config": BLT for name in ("patcher", "encoder", "decoder", "global")},
+    },
+    "phi4_multimodal": {
+        "vision_config": {
+            **_each("hidden_size crop_size image_size", 16),
+            **{"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
+        },
+        "audio_config": {
+            **_each("hidden_size ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels input_size", 16),
+            **{"intermediate_size": 24, "num_blocks": 2, "num_attention_heads": 2},
+        },
+    },
+    **{
+        kind: {"num_codebooks": 1, "pad_token_id": VOCABULARY, "bos_token_id": VOCABULARY}
+        for kind in ("musicgen_decoder", "musicgen_melody_decoder")
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": COMPASS},
@@ -140,6 +167,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Changes that a type needs in addition."""
 
 
+DRAFTS = "a draft model of speculative decoding, which takes hidden states and keys of another model"
+UNTRIED = dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTS)
+"""Types that have no forward of tokens."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSES = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"
 """Names of heads, as transformers' tables of automatic classes have them."""
 
@@ -166,6 +196,12 @@ def class_name(kind: str, head: str = CAUSAL) -> str:
 class NotTiny(Exception):
     """A model type that cannot be built small by these changes."""
 
+    @property
+    def why(self) -> str:
+        """The reason, for a table."""
+        package = re.search(r"No module named '(\w+)'|requires the (\w+) library", str(self))
+        return f"its encoder needs the package {package[1] or package[2]}" if package else "no tiny configuration"
+
 
 @cache
 def tiny_config(kind: str, head: str = CAUSAL) -> Any:
@@ -174,25 +210,27 @@ def tiny_config(kind: str, head: str = CAUSAL) -> Any:
 
     try:
         default, made = hf.CONFIG_MAPPING[kind](), getattr(hf, class_name(kind, head))
-        text = getattr(default, "text_config", None)
-        if made.config_class is type(text):  # a text model that the type of a whole one names, too
-            config = _text_config(text.model_type, head, text)
+        parts = (getattr(default, name, None) for name in ("text_config", "decoder"))
+        text = next((x for x in parts if made.config_class is type(x)), None)
+        if text is not None:  # a text model that the type of a whole one names, too
+            config = text_config(text.model_type, head, text)
         elif getattr(default, "text_config", None) is not None and kind not in CHANGES:
             from tests.harness import hf_images
 
             config = hf_images.tiny_config(kind)
         else:
-            config = _text_config(kind, head, default)
+            config = text_config(kind, head, default)
         with torch.device("meta"):
             size = sum(p.numel() for p in made(config).parameters())
     except Exception as error:
-        raise NotTiny(f"{type(error).__name__}") from error
+        raise NotTiny(f"{type(error).__name__}: {error}") from error
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
 
 
-def _text_config(kind: str, head: str, default: Any) -> Any:
+def text_config(kind: str, head: str, default: Any) -> Any:
+    """A small configuration of a model of text."""
     fixed = {name for name, x in SIZES.items() if _is_fixed(default, name, x)}
     sizes = {name: x for name, x in SIZES.items() if name not in fixed and _has(default, name)}
     if "kv_lora_rank" in sizes:  # every head of latent attention has its own keys

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.harness import hf_audio
+from tests.harness import hf_audio, hf_by_hand, hf_causal
 from tests.harness.hf_audio import AUDIO, owner
 from tests.harness.hf_causal import CHANGES as HYBRID
 from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed
@@ -60,20 +60,15 @@ GEMMA4 = {
         "num_kv_shared_layers": 0,
     },
 }
-QFORMER: dict[str, Any] = {
-    **_each("hidden_size encoder_hidden_size", 16),
-    **_each("num_hidden_layers num_attention_heads", 2),
-    **_each("hidden_dropout_prob attention_probs_dropout_prob", 0.0),
-    **{"vocab_size": VOCABULARY, "intermediate_size": 24},
-}
 HIGH: dict[str, Any] = {
     **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 24, "output_channels": 8},
     **{"image_size": 64, "patch_size": 4, "window_size": 4, "global_attn_indexes": [1]},
 }
+PARTS = ("text_config", "vision_config", "audio_config", "encoder_config", "adaptor_config")
 CHANGES: dict[str, dict[str, Any]] = {
     **{
-        kind: {"qformer_config": {"model_type": f"{name}_qformer", **QFORMER}, "num_query_tokens": 4}
-        for kind, name in [("blip-2", "blip_2"), *((x, x) for x in ("instructblip", "instructblipvideo"))]
+        kind: {"qformer_config": {"model_type": f"{name}_qformer", **hf_by_hand.QFORMER}, "num_query_tokens": 4}
+        for kind, name in [("blip-2", "blip_2"), ("instructblip", "instructblip")]
     },
     "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
     "deepseek_vl_hybrid": {"high_res_vision_config": HIGH},
@@ -98,6 +93,13 @@ CHANGES: dict[str, dict[str, Any]] = {
             **_each("intermediate_size", 64),
         },
     },
+    "mllama": {
+        "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "vision_config": {
+            **{"num_global_layers": 1, "intermediate_layers_indices": [0, 1], "vision_output_dim": 48},
+            **{"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]], "max_num_tiles": 2},
+        },
+    },
     "qwen2_vl": {"vision_config": {"hidden_size": 32}},
     "qwen3_vl": DEEPSTACK,
     "qwen3_vl_moe": DEEPSTACK,
@@ -117,7 +119,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {**MARKS, **DEEPSTACK},
     "glm4v_moe": {"text_config": {"head_dim": 16}},
     "paligemma": {"projection_dim": 32},
-    "ovis2": {"vision_config": {"vocab_size": 40, "num_visual_indicator_tokens": 5}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [16, 16], "head_dim": 8}},
@@ -183,24 +184,11 @@ def tiny_config(kind: str) -> Any:
     import transformers as hf
 
     try:
-        default = hf.CONFIG_MAPPING[kind]()
-        parts: dict[str, Any] = {}
-        more = {**_sizes(default, _each("projection_dim", 32)), **CHANGES.get(kind, {})}
-        for name, x in hf_audio.CHANGES.get(kind, {}).items():
-            more[name] = {**more.get(name, {}), **x} if isinstance(x, dict) else x
-        for name in ("text_config", "vision_config", "audio_config", "encoder_config", "adaptor_config"):
-            part = getattr(default, name, None)
-            if part is None:
-                parts |= {name: {}} if name in more else {}
-                continue
-            table = VISION if name == "vision_config" else hf_audio.SIZES
-            made = _text(part, kind) if name == "text_config" else _sizes(part, table)
-            parts[name] = {"model_type": part.model_type, **made}
-        for name in parts:
-            parts[name] |= more.pop(name, {})
-        ids = {f"{kind}_token_{end}": x for kind, x in TOKENS.items() for end in ("id", "index")}
-        ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
-        config = type(default)(**{"experts_implementation": "eager", **parts, **ids, **more})
+        default, changes = hf.CONFIG_MAPPING[kind](), {**CHANGES, **hf_by_hand.CONFIGS}.get(kind, {})
+        if changes or any(getattr(default, name, None) is not None for name in PARTS):
+            config = _config_of_parts(kind, default, changes)
+        else:  # that of a decoder alone
+            config = hf_causal.text_config(kind, hf_causal.CAUSAL, default)
         with torch.device("meta"):
             size = sum(p.numel() for p in getattr(hf, class_name(kind))(config).parameters())
     except Exception as error:
@@ -208,6 +196,27 @@ def tiny_config(kind: str) -> Any:
     if size > LARGEST:
         raise NotTiny(f"{size / 1e6:.0f} million parameters")
     return config
+
+
+def _config_of_parts(kind: str, default: Any, changes: dict[str, Any]) -> Any:
+    """A small configuration that consists of those of several models."""
+    parts: dict[str, Any] = {}
+    more = {**_sizes(default, _each("projection_dim", 32)), **changes}
+    for name, x in hf_audio.CHANGES.get(kind, {}).items():
+        more[name] = {**more.get(name, {}), **x} if isinstance(x, dict) else x
+    for name in PARTS:
+        part = getattr(default, name, None)
+        if part is None:
+            parts |= {name: {}} if name in more else {}
+            continue
+        table = VISION if name == "vision_config" else hf_audio.SIZES
+        made = _text(part, kind) if name == "text_config" else _sizes(part, table)
+        parts[name] = {"model_type": part.model_type, **made}
+    for name in parts:
+        parts[name] |= more.pop(name, {})
+    ids = {f"{kind}_token_{end}": x for kind, x in TOKENS.items() for end in ("id", "index")}
+    ids = {name: x for name, x in ids.items() if _has(default, name) and name not in type(default).attribute_map}
+    return type(default)(**{"experts_implementation": "eager", **parts, **ids, **more})
 
 
 def tiny(kind: str) -> Any:
@@ -224,9 +233,11 @@ def tiny(kind: str) -> Any:
 
 def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3, video: bool = False) -> dict[str, Any]:
     """Entries of a batch that hold these images (of equal size for towers that take one size only)."""
-    inner = owner(model)
+    inner, generator = owner(model), torch.Generator().manual_seed(seed)
+    if made := hf_by_hand.ENTRIES.get(inner.config.model_type):
+        return made(inner.config, generator)
     names = inspect.signature(type(inner).get_image_features).parameters
-    config, generator = inner.config.vision_config, torch.Generator().manual_seed(seed)
+    config = inner.config.vision_config
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
     patch, side = (x if isinstance(x, int) else x[0] for x in (config.patch_size, getattr(config, "image_size", 16)))
     found: dict[str, Any]
@@ -265,8 +276,18 @@ def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3,
     return found
 
 
-def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features") -> list[int]:
-    """The numbers of rows that the model makes of each image."""
+def item_of(entries: dict[str, Any], i: int) -> dict[str, Any]:
+    """The entries of one of the images."""
+    own = {name: x[i : i + 1] for name, x in entries.items()}
+    if "image_grid_thw" in entries:
+        sizes = entries["image_grid_thw"].prod(1).tolist()
+        own["pixel_values"] = entries["pixel_values"].split(sizes)[i]
+    return own
+
+
+def rows_of(model: Any, entries: dict[str, Any], name: str = "") -> list[int]:
+    """The numbers of rows that the model makes of each image, or by the method of this name."""
+    name = name or next(x for x in ("get_image_features", "get_video_features") if hasattr(owner(model), x))
     with torch.no_grad():
         output = getattr(owner(model), name)(**entries, return_dict=True)
     tagged = getattr(output, "deepstack_features", None)
@@ -279,8 +300,30 @@ def rows_of(model: Any, entries: dict[str, Any], name: str = "get_image_features
     return [x.shape[:-1].numel() for x in found]
 
 
+def keys_batch(model: Any, length: int = 40) -> dict[str, Any]:
+    """Two rows of tokens for a model whose layers attend to images (Mllama). The first one has two images, with one and
+    two tiles, which tokens see from their places on; the second one has an image, without content behind it."""
+    generator, config = torch.Generator().manual_seed(length), model.config.vision_config
+    ids = torch.randint(3, VOCABULARY - 5, (2, length), generator=generator)
+    shape = (2, 2, config.max_num_tiles, 3, config.image_size, config.image_size)
+    pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+    pixels[1, 1] = pixels[0, 0, 1] = pixels[1, 0, 1] = 0.0
+    tiles = torch.tensor([[[1, 0], [1, 1]], [[1, 0], [1, 0]]])
+    seen = torch.zeros(2, length, 2, 2, dtype=torch.int64)
+    for row, image, start in ((0, 0, 3), (0, 1, 21), (1, 0, 9)):
+        ids[row, start] = IMAGE
+        seen[row, start:, image] = tiles[row, image]
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = seen[1, -5:] = 0
+    ratios = torch.tensor([[1, 2], [1, 0]])
+    entries = {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": tiles}
+    return {"input_ids": ids, "attention_mask": mask, "cross_attention_mask": seen, **entries}
+
+
 def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     """Two rows of tokens: one with two images, and one without any, with padding at its end."""
+    if model.config.model_type == "mllama":
+        return keys_batch(model, length)
     entries = images(model)
     generator = torch.Generator().manual_seed(length)
     counts, at = rows_of(model, entries), 3
@@ -298,14 +341,28 @@ def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     types = (ids == IMAGE).long()
     if "mm_token_type_ids" in names:
         batch["mm_token_type_ids"] = types
-    if "token_type_ids" in names:
-        batch["token_type_ids"] = types
+    for name in ("token_type_ids", "image_embeds_position_mask"):
+        if name in names:
+            batch[name] = types
     return batch
+
+
+def text_batch(model: Any, length: int = 40) -> dict[str, Any]:
+    """Two rows of tokens, the second of which ends in padding; with codes of audio beside each token (Kyutai)."""
+    codes = getattr(model.config, "num_codebooks", 0)
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(3, 50, (2, length, *[1 + codes] * (codes > 0)), generator=generator)
+    if codes:
+        ids[..., 1:] %= model.config.codebook_vocab_size
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[1, -5:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def labels_of(batch: dict[str, Any]) -> Tensor:
     """Labels of the text: placeholder tokens and padding have none."""
     ids = batch["input_ids"]
+    ids = ids if ids.ndim == 2 else ids[..., 0]
     return ids.masked_fill((batch["attention_mask"] == 0) | torch.isin(ids, torch.tensor([*TOKENS.values()])), -100)
 
 

@@ -23,6 +23,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.data import head
 from tests.harness.hf_causal import (
+    UNTRIED,
     VOCABULARY,
     NotTiny,
     changed_behaviour,
@@ -134,8 +135,8 @@ def verdict(kind: str, mesh: Any, later: list[Callable[[Any], tuple[str, str]]])
 
     try:
         model = tiny_causal(kind)
-    except NotTiny:
-        return "not tried", "no tiny configuration"
+    except NotTiny as error:
+        return "not tried", UNTRIED.get(kind, error.why)
     mine = list(MODES)[dist.get_rank()]
     found, want = ("exact", ""), None
     for name, batch in batches().items():

@@ -17,7 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp import ContextParallel
 from tests.harness.hf_audio import audio_batch, clips, owner, with_audio
 from tests.harness.hf_causal import NotTiny
-from tests.harness.hf_images import batch_of, class_name, image_types, takes_images, tiny, tiny_config, video_batch
+from tests.harness.hf_images import (
+    batch_of,
+    class_name,
+    image_types,
+    labels_of,
+    takes_images,
+    text_batch,
+    tiny,
+    tiny_config,
+    video_batch,
+)
 from tests.harness.hf_models import InDouble
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of
@@ -46,6 +56,9 @@ with two clips of audio of different lengths, beside the images where types take
 
 def verdict(kind: str) -> tuple[str, str, str]:
     """The outcome for a model type, the reason, and what was tried."""
+    import transformers
+
+    from hyper_cp.integrations.huggingface.checks import MEDIA
     from hyper_cp.integrations.transformers import prepare_model
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -54,30 +67,36 @@ def verdict(kind: str) -> tuple[str, str, str]:
         if refusal is not None:
             return *refusal, ""
         model = tiny(kind)
-    except NotTiny:
-        return "not tried", "no tiny configuration", ""
+    except NotTiny as error:
+        made: Any = getattr(transformers, class_name(kind))
+        alone = made.forward is torch.nn.Module.forward
+        return "not tried", "its class has no forward; its thinker is a type of its own" if alone else error.why, ""
+    names = "get_image_features", "get_video_features", "get_audio_features"
+    methods = [x for x in names for m in model.modules() if hasattr(m, x)]
+    takes = any(MEDIA.match(x) for x in inspect.signature(model.forward).parameters)
+    what = "text" if not takes else "images" if takes_images(kind) else "audio"
     try:
-        methods = [x for x in ("get_image_features", "get_audio_features") for m in model.modules() if hasattr(m, x)]
-        if not methods:
+        if not methods and takes and kind != "mllama":
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
-            name = "pixel_values" if takes_images(kind) else "input_features"
+            name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
-        if methods[0] == "get_audio_features":
+        if methods[:1] == ["get_audio_features"]:
             return heard(model)
         with InDouble():
-            batch = batch_of(model)
-        on_one_device(model, batch, batch["input_ids"])
+            batch = batch_of(model) if takes else text_batch(model)
     except Exception as error:
         outcome = outcome_of(error)
-        if outcome[0] == "refused":
-            return *outcome, ""
-        what = "images" if takes_images(kind) else "audio"
-        return "not tried", f"no {what} ({type(error).__name__})", ""
+        return (*outcome, "") if outcome[0] == "refused" else ("not tried", f"no {what} ({type(error).__name__})", "")
+    try:
+        on_one_device(model, batch, labels_of(batch))
+    except Exception as error:
+        return "not tried", f"does not run by itself ({type(error).__name__})", ""
     try:
         error = errors(model, batch, [RING, ULYSSES])
         if error > 1e-9:
             return "WRONG", f"an error of {error:.1e}", ""
-        return "exact", "", f"images{videos(model)}{audio(model)}"
+        first = "videos" if methods[:1] == ["get_video_features"] else what
+        return "exact", "", f"{first}{videos(model)}{audio(model)}"
     except Exception as error:
         return *outcome_of(error), ""
 

@@ -20,7 +20,7 @@ from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_audio import audio_batch, owner, with_audio
-from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, labels_of, rows_of, tiny, video_batch
+from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, item_of, labels_of, rows_of, tiny, video_batch
 from tests.harness.hf_models import InDouble, LowestFirst, gradients
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -222,15 +222,7 @@ def packed(kind: str, fsdp: bool) -> float:
     parts[0][0, 2 : 2 + rows[0]], parts[2][0, 3 : 3 + rows[1]] = IMAGE, IMAGE
     alone, logits, labels = copy.deepcopy(model), [], []
     for i, ids in enumerate(parts):
-        own = {}
-        if i != 1 and "image_grid_thw" in both:
-            ends = [0, *both["image_grid_thw"].prod(1).cumsum(0).tolist()]
-            own = {
-                "pixel_values": both["pixel_values"][ends[i // 2] : ends[i // 2 + 1]],
-                "image_grid_thw": both["image_grid_thw"][i // 2][None],
-            }
-        elif i != 1:
-            own = {name: x[i // 2][None] for name, x in both.items()}
+        own = item_of(both, i // 2) if i != 1 else {}
         types = {"mm_token_type_ids": (ids == IMAGE).long()} if "image_grid_thw" in both else {}
         labels.append(ids.masked_fill(ids == IMAGE, -100))
         with InDouble():
@@ -492,6 +484,37 @@ def generated() -> bool:
 
 def test_generate_refuses_models_of_images(ranks: Any) -> None:
     assert all(ranks(2, generated))
+
+
+@on_ranks
+def alone(kind: str) -> tuple[float, bool]:
+    """The error on a mesh of one rank, of a plain batch and of one of ``prepare_batch``, padded at either end; and
+    True if the model generates as before."""
+    model, found = tiny(kind), []
+    batch = batch_of(model)
+    for mask in (batch["attention_mask"], batch["attention_mask"].flip(1)):
+        given = {**batch, "attention_mask": mask}
+        labels = labels_of(given)
+        labels[:, 5] = -100  # padding predicts no token
+        device, want = on_one_device(model, given, labels)
+        made, handler = prepared(model, **RING)
+        whole, seen = step(made, handler, given, labels), mask.bool()
+        found += [relative_error(whole[seen], want[seen]), *worst(made, device).values()]
+        made, _ = prepared(model, **RING)
+        with InDouble():
+            logits = made(**given, use_cache=False).logits
+            loss_of(logits, labels).backward()
+        found += [relative_error(logits.detach(), want), *worst(made, device).values()]
+    options: dict[str, Any] = {**batch, "max_new_tokens": 2, "do_sample": False}
+    with InDouble():
+        return max(found), bool(torch.equal(made.generate(**options), model.generate(**options)))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "paligemma", "qwen2_5_vl"])
+def test_a_mesh_of_one_rank_runs_the_model_as_it_was(ranks: Any, kind: str) -> None:
+    """Also models that make masks before their decoder is called."""
+    ((error, generates),) = ranks(1, alone, kind)
+    assert error <= 1e-9 and generates
 
 
 # --------------------------------------------------------------------------- seams

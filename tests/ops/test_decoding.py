@@ -308,7 +308,7 @@ def _wrong(what: str) -> None:
 
 WRONG = {
     "layout": "layout='nowhere'",
-    "window": "window=(4, 2) of a cache: new tokens are causal",
+    "window": "window=(4, 2) of a cache reaches 2 positions to the right. New tokens are causal",
     "documents": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
     "block": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
     "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
@@ -316,8 +316,8 @@ WRONG = {
     "mask": "attention_mask is torch.float32 (2, 8)",
     "values": "SplitCache.fill: key is torch.float64 (2, 2, 4, 8) and value torch.float64 (2, 1, 4, 8)",
     "rank": "SplitCache.fill: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) call attention with different",
-    "gradients": "NotImplementedError: SplitCache.fill: gradients are wanted, and a split cache gives none",
-    "empty": "decode_attention: query has 1 new tokens, and the cache 0 positions",
+    "gradients": "NotImplementedError: SplitCache.fill: a tensor of shape (2, 2, 4, 8) requires a gradient",
+    "empty": "decode_attention: query has 1 new tokens, and the cache has 0 positions",
     "twice": "SplitCache.fill: the cache holds 8 positions already",
     "dtype": "SplitCache.append: key torch.float32 (2, 2, 1, 8) and value (2, 2, 1, 8) do not fit the cache",
     "weight": "decode_attention: the cache does not hold latents, and weight is given",
@@ -325,8 +325,8 @@ WRONG = {
     "gqa": "query has 4 heads and key 2",
     "head dim": "decode_attention: query (2, 4, 1, 4) has another head dim than the keys in the cache (8)",
     "sinks": "sinks=torch.float64 (2,) on cpu must hold",
-    "gradients of queries": "NotImplementedError: decode_attention: gradients are wanted",
-    "other tokens": "decode_attention: query is torch.float64 (1, 4, 1, 8), but the cache holds 2 batch rows",
+    "gradients of queries": "NotImplementedError: decode_attention: a tensor of shape (2, 4, 1, 8) requires a gradient",
+    "other tokens": "decode_attention: query is torch.float64 (1, 4, 1, 8), and the cache holds 2 batch rows",
 }
 
 

@@ -1,19 +1,24 @@
-"""Entries of DeepSeek V4 in plans: weights and bytes are those of transformers' own model on split sequences."""
+"""Entries of DeepSeek V4 in plans: weights, bytes and memory are those of transformers' model on split sequences."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.memory import MemoryCounter
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.planner.cluster import PROFILES
+from hyper_cp.planner.memory import memory
 from hyper_cp.planner.model import Pooling, model_shape
 from hyper_cp.planner.strategies import Estimator, Strategy, Workload
-from hyper_cp.planner.traffic import pooling_transfers
+from hyper_cp.planner.traffic import Ranks, pooling_transfers
+from hyper_cp.planner.work import ring_work
 from hyper_cp.schedule.documents import PackedDocuments
+from hyper_cp.schedule.tiles import CAUSAL
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import on_ranks
 
@@ -91,3 +96,46 @@ def test_bytes_by_hand() -> None:
             found = pooling_transfers(pooling, PROFILES["h100"], 4, layout, 1, 16384, 2)
             numbers = ranges * 7 * pooling.row + 1024 * pooling.width
             assert found.bytes_inside == pytest.approx(3 * numbers * bytes_of)
+
+
+# --------------------------------------------------------------------------- memory
+
+WINDOWS, TOKENS = "sliding_attention", 2048
+WIDER = SIZES | {"hidden_size": 64, "head_dim": 64, "index_head_dim": 32, "index_topk": 32, "sliding_window": 16}
+WIDER |= {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 64}}
+
+
+def of_layers(kinds: list[str]) -> Any:
+    return hf.AutoConfig.for_model("deepseek_v4", **WIDER | {"layer_types": kinds, "num_hidden_layers": len(kinds)})
+
+
+@on_ranks
+def kept(dtype: torch.dtype) -> list[int]:
+    """Bytes that two layers keep for backward: two of windows, then with one of each kind of entries."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    found = []
+    for second in (WINDOWS, "compressed_sparse_attention", "heavily_compressed_attention"):
+        torch.manual_seed(0)
+        model = hf.AutoModel.from_config(of_layers([WINDOWS, second])).to(dtype)
+        style = ContextParallel(ulysses_degree=1, kv_exchange="all_gather", layout="head_tail")
+        prepare_model(model, cp_mesh(), style=style)
+        local = prepare_batch(ContextParallelHandler(cp_mesh(), style), {"input_ids": torch.ones(1, TOKENS).long()})
+        with MemoryCounter() as counter:
+            out = model(**local)[0]
+            found.append(counter.alive["cpu"])
+        del out
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_entries_keep_for_backward(ranks: Any, dtype: torch.dtype) -> None:
+    windows, *others = ranks(2, kept, dtype)[0]
+    for kind, counted in zip(LAYERS[1::-1], others, strict=True):
+        shape, documents = model_shape(of_layers([WINDOWS, kind])), PackedDocuments([[0, TOKENS]])
+        ranks_of, work = Ranks(2, 1, 8), ring_work("head_tail", 2, "all_gather", documents, CAUSAL).ranks[0]
+        how: dict[str, Any] = {"checkpointing": "none", "chunked_loss": True, "element": dtype.itemsize, "states": 0.0}
+        found, without = (
+            memory(x, ranks_of, "all_gather", 1, TOKENS, work, **how) for x in (shape, replace(shape, poolings=()))
+        )
+        assert found.saved - without.saved == pytest.approx(counted - windows, rel=0.1), kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, cast
 
@@ -200,6 +201,21 @@ def attention_mask(
     request = MaskRequest(model, local_size, state)
     request.selects, request.pairs = selects, pairs
     return request
+
+
+def request_masks(decoder: nn.Module) -> None:
+    """Let a decoder that makes a causal mask by a method of its own (Kosmos 2) request it."""
+    for module in decoder.modules():
+        if hasattr(module, _METHOD):
+            setattr(module, _METHOD, partial(_requested, type(module).__name__, getattr(module, _METHOD)))
+
+
+_METHOD = "_prepare_decoder_attention_mask"
+
+
+def _requested(name: str, make: Any, *args: Any, **kwargs: Any) -> Any:
+    state = running()
+    return make(*args, **kwargs) if isinstance(state, OneDevice) else MaskRequest(name, None, state)
 
 
 def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:

@@ -21,8 +21,8 @@ from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import qwen4, sparse
-from .media import owner_of
-from .modules import direct_attention, id_position_modules, is_lightning, position_modules
+from .media import encoders_in, owner_of
+from .modules import direct_attention, id_position_modules, is_lightning, position_modules, sinusoids
 from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
 from .seams import source_of
@@ -43,9 +43,9 @@ SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.su
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MEDIA = re.compile(
-    r"^(pixel|image|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
-    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention|mm_encoder|flattened_pa"
-    r"|padding_mask|chunk_sample)"
+    r"^(pixel|image(?!_embeds_position_mask)|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
+    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention_states|mm_encoder"
+    r"|flattened_pa|padding_mask|chunk_sample|qformer)"
 )
 """Names of inputs other than text."""
 
@@ -59,6 +59,11 @@ def base_of(model: Any) -> PreTrainedModel:
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of a model. (Some models name their output layer ``decoder``, and ``get_decoder`` returns that.)"""
     found: Any = model.get_decoder()
+    inside = (
+        found.get_decoder() if isinstance(found, PreTrainedModel) else None
+    )  # of a model with a head (Nemotron omni)
+    if isinstance(inside, PreTrainedModel):
+        return inside
     return found if isinstance(found, PreTrainedModel) else getattr(model, model.base_model_prefix, model)
 
 
@@ -102,6 +107,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
     known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()}
+    if stacks_of(model) is None:  # else the images of the source would be split with it
+        known |= encoders_in(decoder)
     others = [m for m in decoder.modules() if m not in known]
     _refuse_modules(
         decoder,
@@ -126,7 +133,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         or makes_biases(decoder)
         or relative_modules(decoder)
     )
-    if not counted and has_attention(decoder) and not (position_modules(decoder) or id_position_modules(decoder)):
+    hooked = [*position_modules(decoder), *id_position_modules(decoder), *sinusoids(decoder)]
+    if not counted and has_attention(decoder) and not hooked:
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
@@ -160,6 +168,7 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     """The layers and modules that mix positions by something else than attention or a routed function."""
     modules = dict(decoder.named_modules())
     over_all_ranks = [*mixers_of(decoder), *(x for x in modules.values() if qwen4.looks_back(type(x)))]
+    over_all_ranks += encoders_in(decoder)
     routed = {id(inner) for module in over_all_ranks for inner in module.modules()}
     mixing = [name for name in mixing_modules(decoder) if not any(id(x) in routed for x in modules[name].modules())]
     # A block or a model that contains another one of them is named after it.
@@ -208,6 +217,11 @@ def why_loss_is_wrong(model: nn.Module) -> str | None:
 def masks_by_types(model: nn.Module) -> bool:
     """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
     return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
+
+
+def makes_mask(model: nn.Module) -> bool:
+    """True if a model makes a mask of ones for a batch without one."""
+    return "attention_mask = torch.ones_like(input_ids)" in source_of(type(model).forward)
 
 
 def position_maker(decoder: nn.Module) -> Callable[[Tensor], Tensor] | None:

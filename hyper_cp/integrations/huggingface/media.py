@@ -35,20 +35,31 @@ from .seams import source_of
 METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 """The methods of models that encode each kind of media; ``forward`` inserts the first kind before the second."""
 PLURALS = {"image": "images", "video": "videos", "audio": "audio clips"}
-GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+GRIDS = {"image": ("image_grid_thw", "image_grid_hw", "target_sizes"), "video": ("video_grid_thw",)}
 """Entries with the numbers of patches of each item, for encoders that take patches of all items one after the other."""
+SIDE_BY_SIDE = "target_sizes"
+"""The one of these entries beside which patches lie one after the other in the last dimension (MiniCPM-V)."""
 TOKENS = {
     "image": ("image_token_id", "image_token_index"),
     "video": ("video_token_id", "video_token_index"),
     "audio": ("audio_token_id", "audio_token_index"),
 }
 """Names of placeholder tokens in configurations."""
+PLACES = "image_embeds_position_mask"
+"""The entry ``[B, S]`` that is 1 on placeholder tokens of images, in place of such an id (Kosmos)."""
 FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features", "attention_mask")
 """The parts of an encoder's output that have a row for each token, which models insert, and the mask of these rows."""
+EXTEND = "embed_tokens_extend"
+"""The module of a decoder that does nothing without images and audio (Phi 4)."""
+OF_TOKENS = ("position_ids", "context_parallel")
+"""Keywords of this rank's tokens that some models hand on to encoders, too."""
+PASSED_ON = ("qformer_outputs", "vision_outputs", "visual_indicator_features")
+"""Parts that models do nothing with but return them, or which no image changes (Ovis 2). Each rank has those that its
+own encoder has made."""
 ROWS_MASK = "input_features_mask"
 """The mask of an encoder's rows in models whose encoder does not take it (Granite Speech)."""
-_ROWS_OF_IMAGES = "batch_size, num_images,"
-"""Code of an encoder that takes the images of each row of the batch, with padding among them."""
+_ROWS_OF_IMAGES, _TILES = "batch_size, num_images,", "pixel_values[pixel_attention_mask]"
+"""Code of encoders that take the images of each row of the batch, with padding among them."""
 BINS = ("input_dim", "input_feat_size", "num_mel_bins")
 """Names of the number of values of a frame of audio; with the last one frames are the last dimension."""
 FRAME_MASKS = ("input_features_mask", "feature_attention_mask", "audio_feature_lengths")
@@ -60,22 +71,31 @@ COUNTS = re.compile(r"(^|_)num_")
 
 
 def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """The innermost module around the decoder that encodes images or audio and inserts their rows, if there is one."""
-    methods = METHODS["image"], METHODS["audio"]
+    """The innermost module around the decoder that encodes media and inserts their rows, if there is one."""
     around = [m for m in model.modules() if any(x is decoder for x in m.modules())]
-    found = [m for m in around if any(hasattr(m, name) for name in methods)]
+    found = [m for m in around if any(hasattr(m, name) for name in METHODS.values())]
     return found[-1] if found and any(fields_read(found[-1]).values()) else None
+
+
+def encoders_in(model: nn.Module) -> set[nn.Module]:
+    """The modules with which a model, or a decoder (Chameleon), encodes images and audio by its methods."""
+    code = "".join(source_of(getattr(type(model), name, len)) for name in METHODS.values())
+    found = [x for name, x in model.named_children() if name == EXTEND or re.search(rf"\bself\.{name}\b", code)]
+    return {module for x in found for module in x.modules()}
 
 
 def fields_read(owner: nn.Module) -> dict[str, list[str]]:
     """The parts of its encoders' output that the forward of a module reads, for each kind of media."""
-    source = source_of(type(owner).forward)
-    vision = sorted(set(re.findall(r'mm_encoder_outputs\["\w+"\]\.(\w+)', source)))
-    called = re.search(r"(?:(\w+) = )?self\.get_audio_features\((?:[^()]|\([^()]*\))*\)(?:\.(\w+))?", source)
-    audio: set[str] = set()
-    if called:
-        audio = {called[2]} if called[2] else set(re.findall(rf"\b{called[1]}\.(\w+)", source))
-    return {"image": vision, "video": vision, "audio": sorted(audio)}
+    source, call = source_of(type(owner).forward), r"self\.get_{}_features\((?:[^()]|\([^()]*\))*\)"
+    return {kind: _parts_read(source, rf'mm_encoder_outputs\["{kind}"\]|{call.format(kind)}') for kind in METHODS}
+
+
+def _parts_read(source: str, expression: str) -> list[str]:
+    """The attributes of an expression that code reads, directly or through the name that it gives to it."""
+    found = re.findall(rf"(?:{expression})\.(\w+)", source)
+    for name in re.findall(rf"(\w+) = (?:{expression})\n", source):
+        found += re.findall(rf"\b{name}\.(\w+)", source)
+    return sorted(set(found))
 
 
 @dataclass
@@ -86,20 +106,24 @@ class Items:
     ends: dict[str, list[int]]
     """The end of each item's part, for each entry."""
     costs: list[float]
+    last: str = ""
+    """The entry whose parts lie in its last dimension; "": none."""
 
     def run(self, start: int, stop: int) -> dict[str, Any]:
         """The entries of a run of items."""
         ends = {name: [0, *x] for name, x in self.ends.items()}
-        return {name: x[ends[name][start] : ends[name][stop]] for name, x in self.entries.items()}
+        parts = {name: slice(ends[name][start], ends[name][stop]) for name in self.entries}
+        return {name: x[..., parts[name]] if name == self.last else x[parts[name]] for name, x in self.entries.items()}
 
     def joined(self, other: Items) -> Items:
         """Both kinds of items under the names of the first: the entries of both have the same order."""
         pairs = {name: (x, y) for (name, x), y in zip(self.entries.items(), other.entries.values(), strict=True)}
         ends = zip(self.ends.items(), other.ends.values(), strict=True)
         return Items(
-            {name: torch.cat(both) for name, both in pairs.items()},
+            {name: torch.cat(both, -1 if name == self.last else 0) for name, both in pairs.items()},
             {name: [*x, *(x[-1] + end for end in y)] for (name, x), y in ends},
             self.costs + other.costs,
+            self.last,
         )
 
 
@@ -111,32 +135,45 @@ def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     ragged = [name for name in names if COUNTS.search(name)]
     if ragged:
         _refuse(owner, ragged, f"and it is not known which parts of the other entries belong to one {kind}")
-    if _ROWS_OF_IMAGES in source_of(method) and given[names[0]].ndim == 5:
+    if (_ROWS_OF_IMAGES in source_of(method) or _TILES in source_of(method)) and given[names[0]].ndim == 5:
         given = _without_padding(given, names[0])
-    grid = given.get(GRIDS.get(kind, ""))
+    sizes_of = next((name for name in GRIDS.get(kind, ()) if name in given), "")
+    grid = given.get(sizes_of)
     if grid is not None:
         if kind == "video" and frames_apart(owner):
             frames = grid[:, 0]
             grid = torch.cat([torch.ones_like(grid[:, :1]), grid[:, 1:]], 1)
-            rest = {name: x for name, x in {**given, GRIDS[kind]: grid}.items() if name != names[0]}
+            rest = {name: x for name, x in {**given, sizes_of: grid}.items() if name != names[0]}
             given |= {name: torch.repeat_interleave(x, frames, 0) for name, x in rest.items()}
-            grid = given[GRIDS[kind]]
+            grid = given[sizes_of]
         costs = grid.prod(1).tolist()
     else:
         sizes = given.get("image_sizes")
         costs = [1.0] * len(given[names[0]]) if sizes is None else torch.as_tensor(sizes).prod(1).tolist()
     ends = {name: [*range(1, len(costs) + 1)] for name in names}
+    last, pixels = names[0] if sizes_of == SIDE_BY_SIDE else "", given[names[0]]
     if grid is not None:
-        ends[names[0]] = [*accumulate(costs)]
-    bad = [name for name, x in given.items() if not hasattr(x, "__len__") or len(x) != (ends[name] or [0])[-1]]
+        width = pixels.shape[-1] // max(1, int(sum(costs))) if last else 1
+        ends[names[0]] = [int(end) * width for end in accumulate(costs)]
+    bad = [name for name, x in given.items() if _parts_of(x, name == last) != (ends[name] or [0])[-1]]
     if bad:
         _refuse(owner, bad, f"whose dimension 0 does not hold one part for each of {len(costs)} items ({kind})")
-    return Items(given, ends, costs)
+    return Items(given, ends, costs, last)
+
+
+def _parts_of(x: Any, last: bool) -> int:
+    """The size of the first or the last dimension of an entry; -1: it has none."""
+    return x.shape[-1] if last else len(x) if hasattr(x, "__len__") else -1
 
 
 def _without_padding(entries: dict[str, Tensor], pixels: str) -> dict[str, Tensor]:
-    """Make rows of one image each of ``[B, images of a row, ...]``, without padding, which is zeros (Idefics)."""
+    """Make rows of one image each of ``[B, images of a row, ...]``, without padding: zeros (Idefics), or what a mask
+    ``[B, images of a row]`` hides (Granite Docling)."""
+    tiles, mask = entries[pixels].shape[:2], entries.get("pixel_attention_mask")
     real = entries[pixels].flatten(0, 1).flatten(1).ne(0).any(1)
+    if mask is not None and mask.ndim == 2:
+        real = mask.flatten().bool()
+    entries = {name: x[:, None].expand(tiles) if x.ndim == 1 else x for name, x in entries.items()}
     return {name: x.flatten(0, 1)[real][:, None] for name, x in entries.items()}
 
 
@@ -170,9 +207,9 @@ class MediaHook:
         self.parameters = inspect.signature(owner.forward).parameters
         self.known = {x for kind in METHODS for x in _entries(owner, kind) if x in self.parameters}
 
-    def attach(self, owner: nn.Module) -> None:
-        """Register the hooks."""
-        owner.register_forward_pre_hook(self.before, with_kwargs=True)
+    def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
+        """Register the hooks; those of a decoder that encodes images by itself before its others."""
+        owner.register_forward_pre_hook(self.before, with_kwargs=True, prepend=owner is decoder)
         owner.register_forward_hook(self.after, always_call=True)
 
     def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,9 +253,11 @@ class MediaHook:
         """Raise ``NotImplementedError`` for a model or a batch whose images cannot be shared out."""
         for kind in METHODS:
             fields, names = self.fields[kind], [x for x in _entries(owner, kind) if x in media.entries]
-            if names and (not fields or set(fields) - {*FIELDS}):
+            if names and (not fields or set(fields) - {*FIELDS, *PASSED_ON}):
                 found = ", ".join(fields) or "more than the rows"
                 _refuse(owner, names, f"but its forward reads {found} of what its encoder returns")
+            if names and getattr(owner, "density_router", None) is not None:
+                _refuse(owner, names, "but its router of tiles has a loss of all of them")
             if names and "input_ids" in _entries(owner, kind):
                 _refuse(owner, names, f"but its {METHODS[kind]} reads input_ids, of which each rank has a share")
         positions = _names(owner, "compute_3d_position_ids") if hasattr(owner, "compute_3d_position_ids") else ()
@@ -381,7 +420,7 @@ class Exchange:
         self.inputs |= inputs | dict.fromkeys(_rows_mask(self.owner, kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            output = encode(*args, **kwargs)
+            output = encode(*args, **{name: x for name, x in kwargs.items() if name not in OF_TOKENS})
             masked = "attention_mask" in self.fields[kind]
             found = self.share(output, own, output.attention_mask if masked else valid)
             self.later |= found
@@ -392,9 +431,13 @@ class Exchange:
     def share(self, output: Any, own: dict[str, int], valid: Tensor | None = None) -> dict[str, Any]:
         """Exchange the rows of an encoder's output, and return what the model reads of it, for each kind in ``own``.
         ``valid`` is False for rows that the model does not insert."""
-        names = [field for field in self.fields[next(iter(own))] if field != "attention_mask"]
+        read = sorted({x for kind in own for x in self.fields[kind]})
+        names = [x for x in read if x not in ("attention_mask", *PASSED_ON)]
         levels = [(field, *tagged) for field in names for tagged in _levels(field, getattr(output, field))]
-        wide = torch.cat([torch.cat([x.flatten(0, -2) for x in _parts(level)]) for _, _, level in levels], 1)
+        parts = [torch.cat([x.flatten(0, -2) for x in _parts(level)]) for _, _, level in levels]
+        if len({len(x) for x in parts}) > 1:
+            _refuse(self.owner, names, "parts of its encoder's output with unequal numbers of rows")
+        wide = torch.cat(parts, 1)
         made = _rows_of_kinds(_parts(levels[0][2]), own)
         if valid is not None:
             wide = wide[valid.to(wide.device).flatten().bool()]
@@ -421,7 +464,8 @@ class Exchange:
                     fields[field].append(shown if tag is None else (tag, shown))
                 else:
                     fields[field] = shown
-            found[kind] = type(output)(**fields)
+            passed = {x: getattr(output, x) for x in read if x in PASSED_ON}
+            found[kind] = type(output)(**fields, **passed)
             if valid is not None:
                 found[kind].attention_mask = valid.new_ones(1, len(rows), dtype=torch.bool)
         return found
@@ -431,6 +475,8 @@ class Exchange:
         media, length = self.ready.media, (self.ready.length or 0) * self.ring.size
         if media is None or kind in self.blank:
             return torch.zeros(1, length, dtype=torch.bool)
+        if kind == "image" and PLACES in self.ready.token_types:
+            return self.ready.token_types[PLACES] > 0
         config: Any = self.owner.config
         ids = [getattr(config, name) for name in TOKENS[kind] if getattr(config, name, None) is not None]
         found = torch.isin(media.tokens, torch.tensor(ids))

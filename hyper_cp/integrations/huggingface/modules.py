@@ -193,6 +193,12 @@ def id_position_modules(decoder: nn.Module) -> list[nn.Module]:
     return [m for m in decoder.modules() if hasattr(m, _MAKER) and _OFFSETS & _parameters(m)]
 
 
+def sinusoids(decoder: nn.Module) -> list[nn.Module]:
+    """The modules that return the first rows of a table, as many as there are tokens, as those of MusicGen do."""
+    found = [m for m in decoder.modules() if _OFFSETS & _parameters(m) and "position_ids" not in _parameters(m)]
+    return [m for m in found if hasattr(m, "make_weights") and not hasattr(m, _MAKER)]
+
+
 def _parameters(module: nn.Module) -> set[str]:
     return {*inspect.signature(module.forward).parameters}
 
@@ -209,6 +215,18 @@ def prepare_positions(decoder: nn.Module) -> None:
     for module in id_position_modules(decoder):
         module.register_forward_pre_hook(_need_ids, with_kwargs=True)
         setattr(module, _MAKER, partial(_of_all_ids, module, getattr(module, _MAKER)))
+    for module in sinusoids(decoder):
+        module.register_forward_hook(_rows_of_positions)
+
+
+def _rows_of_positions(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+    state = state_for(module)
+    if not isinstance(state, ForwardState) or state.positions is None:
+        return None
+    length = len(state.positions) * state.mesh.views[0].size
+    if length > len(module.weights):
+        module.make_weights(length, module.embedding_dim)
+    return module.weights.index_select(0, state.positions).detach()
 
 
 def _of_all_ids(module: nn.Module, make: Callable[..., Tensor], ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:

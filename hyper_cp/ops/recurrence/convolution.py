@@ -74,8 +74,9 @@ def causal_conv1d(
     if weight.shape[0] != x.shape[1] or (bias is not None and tuple(bias.shape) != (x.shape[1],)):
         given = "" if bias is None else f" and bias {tuple(bias.shape)}"
         raise ValueError(
-            f"{name}: weight {tuple(weight.shape)}{given} do not fit x {tuple(x.shape)}. A depthwise convolution has "
-            f"one row of weights, and one bias, for each of the {x.shape[1]} channels. Pass weight [channels, width]"
+            f"{name}: weight {tuple(weight.shape)}{given} do not fit x {tuple(x.shape)}, which is [batch, channels, "
+            f"positions]. A depthwise convolution has one row of weights, and one bias, for each of the {x.shape[1]} "
+            "channels. Pass weight [channels, width], and transpose an x of [batch, positions, channels]"
         )
     why = "It is applied to the result"
     check_choice(f"{name}: activation", activation, ACTIVATIONS, why, ", or apply another one yourself")

@@ -169,12 +169,13 @@ def _beta(name: str, v: Tensor, beta: Tensor) -> Tensor:
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
-            f"{name}: q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. Cast them"
+            f"{name}: q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}. They must be equal. Cast them to one"
         )
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit. q and k have equal "
-            "shapes, the batch and positions of v, and a number of heads that divides that of v. Reshape them"
+            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit. They are [batch, "
+            "positions, heads, channels]: q and k have equal shapes, the batch and positions of v, and a number of "
+            "heads that divides that of v. Reshape or transpose them"
         )
     if decay.shape[3] not in (1, k.shape[3]):
         raise ValueError(

@@ -147,7 +147,8 @@ def gather_windows(
     if x.shape[1] != counts[cp.rank]:
         raise ValueError(
             f"{name}: x has {x.shape[1]} windows, and {counts[cp.rank]} end in the positions of rank {cp.rank} "
-            f"(every={every}, length={length}, layout={layout!r}). Pass what was made of windows(..., every={every})"
+            f"(every={every}, length={length}, layout={layout!r}). Each rank passes the windows that end in its own "
+            f"positions. Pass what was made of windows(..., every={every})"
         )
     with calling(name):
         out: Tensor = _Gathered.apply(x, every, length, table, cp.key, layout)
@@ -161,8 +162,8 @@ def _check_fill(x: Tensor, fill: float) -> None:
     low, high = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
     if not low <= fill <= high or float(fill) != int(fill):
         raise ValueError(
-            f"windows: fill={fill} for x of {x.dtype}, which does not hold it exactly (up to 2**53 all are exact). "
-            f"Pass a whole number from {low} to {high}, or convert x to a floating-point dtype"
+            f"windows: fill={fill} for x of {x.dtype}. This dtype must hold it exactly, and numbers above 2**53 are "
+            f"not exact. Pass a whole number from {low} to {high}, or convert x to a floating-point dtype"
         )
 
 

@@ -1,0 +1,95 @@
+"""Mllama, whose layers attend to images: each image is encoded once, and every gradient is that of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.hf_images import batch_of, labels_of, tiny
+from tests.harness.hf_models import InDouble
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import on_ranks
+from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device, prepared, shard, step, worst
+
+pytest.importorskip("transformers")
+
+
+def one_image(batch: dict[str, Any]) -> dict[str, Any]:
+    """The second row of a batch alone, without the place of a second image."""
+    batch = {name: x[1:] for name, x in batch.items()}
+    for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
+        batch[name] = batch[name][:, :1]
+    return {**batch, "cross_attention_mask": batch["cross_attention_mask"][:, :, :1]}
+
+
+@on_ranks
+def compared(way: str) -> tuple[float, list[int]]:
+    """The error, and the images that this rank's encoder was given."""
+    model, seen = tiny("mllama"), []
+    batch = batch_of(model)
+    if way == "one image":
+        batch = one_image(batch)
+    error = errors(model, batch, [RING, ULYSSES])
+    made, handler = prepared(model, **RING)
+    made.model.vision_model.patch_embedding.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    step(made, handler, batch, labels_of(batch))
+    return error, seen
+
+
+@pytest.mark.parametrize(("way", "images"), [("two each", 2), ("one image", 1)])
+def test_layers_attend_to_images_that_each_rank_encodes_a_run_of(ranks: Any, way: str, images: int) -> None:
+    """The rank without an image runs the encoder on one of another rank, whose rows it does not use."""
+    for error, tiles in ranks(2, compared, way):
+        assert error <= 1e-9 and tiles == [2 * images]
+
+
+@on_ranks
+def sharded() -> float:
+    model = tiny("mllama")
+    batch = batch_of(model)
+    labels = labels_of(batch)
+    alone, want = on_one_device(model, batch, labels)
+    made, handler = prepared(model, **RING)
+    shard(made, handler.mesh)
+    whole, seen = step(made, handler, batch, labels), batch["attention_mask"].bool()
+    return max(relative_error(whole[seen], want[seen]), *worst(made, alone).values())
+
+
+def test_images_that_layers_attend_to_are_exact_under_fsdp2(ranks: Any) -> None:
+    assert max(ranks(2, sharded)) <= 1e-9
+
+
+@on_ranks
+def refused() -> None:
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model = tiny("mllama")
+    batch = batch_of(model)
+    made, handler = prepared(model, **RING)
+    short = {**batch, "cross_attention_mask": batch["cross_attention_mask"][:, :-1]}
+    with pytest.raises(ValueError, match="cross_attention_mask has 39 rows for 20 tokens"):
+        made(**prepare_batch(handler, short))
+    unmasked = {name: x for name, x in batch.items() if name != "cross_attention_mask"}
+    with pytest.raises(ValueError, match="images without cross_attention_mask"):
+        made(**prepare_batch(handler, unmasked))
+    lost = {name: x for name, x in batch.items() if name != "aspect_ratio_mask"}
+    with pytest.raises(NotImplementedError, match="aspect_ratio_mask only"):
+        made(**prepare_batch(handler, lost))
+    with pytest.raises(ValueError, match="for 2 rows of tokens"):
+        made(**prepare_batch(handler, {**batch, "pixel_values": batch["pixel_values"][:1]}))
+    with pytest.raises(NotImplementedError, match="cross_attention_states"):
+        made(**prepare_batch(handler, {"input_ids": batch["input_ids"]}), cross_attention_states=torch.ones(1))
+    plain = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with InDouble():
+        made(**prepare_batch(handler, plain))  # text alone is no mistake
+    shard(made, handler.mesh)
+    with pytest.raises(NotImplementedError, match="without images under FSDP2"):
+        made(**prepare_batch(handler, plain))
+    dist.barrier()
+
+
+def test_images_that_do_not_fit_are_refused(ranks: Any) -> None:
+    ranks(2, refused)

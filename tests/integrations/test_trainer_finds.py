@@ -1,0 +1,239 @@
+"""Trainer and eager models where a hunt found numbers that differed from one device without a word."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_cp import ContextParallel
+from tests.harness.hf_models import InDouble, gradients, make, tokens
+from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.integrations.test_accelerate import accelerator_of, samples
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+KEPT = (
+    *("output_dir", "parallelism_config", "use_cpu", "optim", "learning_rate", "lr_scheduler_type", "max_steps"),
+    *("max_grad_norm", "logging_steps", "save_strategy", "report_to", "disable_tqdm", "per_device_train_batch_size"),
+    *("per_device_eval_batch_size", "train_sampling_strategy"),
+)
+STYLE = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail")
+
+
+def arguments(directory: str, made: str = "TrainingArguments", **changes: Any) -> Any:
+    import transformers
+
+    from hyper_cp.hf import ParallelismConfig
+
+    options: dict[str, Any] = {
+        **{"use_cpu": True, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 2},
+        **{"max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
+        **{"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "train_sampling_strategy": "sequential"},
+    }
+    accelerator_of(cp_size=2).state._reset_state(True)
+    return getattr(transformers, made)(directory, parallelism_config=ParallelismConfig(cp_size=2), **options | changes)
+
+
+def trained_alone(model: Any, smoothing: float = 0.0) -> list[float]:
+    """Losses of two steps on one device, each the mean of its labels; the weights are changed in place."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):
+        batch = torch.utils.data.default_collate(samples(4)[2 * step : 2 * step + 2])
+        labels = batch.pop("labels")[:, 1:].flatten()
+        with InDouble():
+            logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def errors(trainer: Any, model: Any, want: list[float], oracle: Any) -> tuple[float, float]:
+    got = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    pairs = zip(model.parameters(), oracle.parameters(), strict=True)
+    weights = max(float((p - q).abs().max()) for p, q in pairs)
+    return max(abs(x - y) for x, y in zip(got, want, strict=True)), weights
+
+
+@on_ranks
+def counted(directory: str) -> int:
+    """Tokens of two steps of two rows."""
+    from hyper_cp.hf import Trainer
+
+    options = arguments(directory, include_num_input_tokens_seen="all")
+    trainer = Trainer(make("llama"), options, train_dataset=samples(4), style=STYLE)
+    trainer.train()
+    return int(trainer.state.num_input_tokens_seen)
+
+
+def test_tokens_are_counted_once(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2, counted, str(tmp_path)) == [4 * 21] * 2
+
+
+@on_ranks
+def made_by_trainer(directory: str) -> tuple[float, float]:
+    from hyper_cp.hf import Trainer
+
+    oracle = make("llama")
+    trainer = Trainer(
+        None, arguments(directory), model_init=lambda: make("llama"), train_dataset=samples(4), style=STYLE
+    )
+    with InDouble():
+        trainer.train()
+    return errors(trainer, trainer.model, trained_alone(oracle), oracle)
+
+
+def test_a_model_that_trainer_makes_is_prepared(ranks: Any, tmp_path: Any) -> None:
+    for loss, weights in ranks(2, made_by_trainer, str(tmp_path)):
+        assert loss < 1e-6 and weights < 1e-10
+
+
+@on_ranks
+def evaluated(directory: str) -> float:
+    """Error of the evaluation loss of Seq2SeqTrainer, which counts the last batch as a full one."""
+    from transformers import Seq2SeqTrainer
+
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    class Both(ContextParallelTrainer, Seq2SeqTrainer):
+        pass
+
+    model, oracle = make("llama"), make("llama")
+    trainer = Both(model, arguments(directory, "Seq2SeqTrainingArguments"), eval_dataset=samples(5), style=STYLE)
+    got = trainer.evaluate()["eval_loss"]
+    chunks = [torch.utils.data.default_collate(samples(5)[i : i + 2]) for i in range(0, 5, 2)]
+    with torch.no_grad():
+        return abs(got - sum(oracle(**chunk, use_cache=False).loss.item() for chunk in chunks) / 3)
+
+
+def test_seq2seq_trainer_evaluates_as_on_one_device(ranks: Any, tmp_path: Any) -> None:
+    assert max(ranks(2, evaluated, str(tmp_path))) < 1e-6
+
+
+@on_ranks
+def token_metrics(directory: str) -> tuple[float, float]:
+    """Errors of the entropy of an evaluation and of the number of tokens, whose last batches have one row."""
+    import trl
+    from datasets import Dataset
+
+    from hyper_cp.hf import SFTTrainer
+    from tests.integrations.test_trl_trainers import tokenizer
+
+    rows = [tokens(60 + n, 1)[0, : 9 + n].tolist() for n in range(3)]
+    data, oracle, options = Dataset.from_dict({"input_ids": rows}), make("llama"), arguments(directory)
+    options = trl.SFTConfig(**{name: getattr(options, name) for name in KEPT}, bf16=False, max_length=None)
+    own: dict[str, Any] = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer()}
+    trainer = SFTTrainer(make("llama"), options, style=STYLE, **own)
+    got = trainer.evaluate()["eval_entropy"]
+    trainer.train()
+    want = []
+    for chunk in (rows[:2], rows[2:]):
+        with torch.no_grad():
+            logits = torch.cat([oracle(torch.tensor([ids]), use_cache=False).logits[0, :-1] for ids in chunk])
+        want.append(torch.distributions.Categorical(logits=logits).entropy().mean().item())
+    seen = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    return abs(got - sum(want) / 2), abs(seen[-1] - sum(map(len, rows)))
+
+
+def test_metrics_of_tokens_in_a_last_batch_of_fewer_rows_than_ranks(ranks: Any, tmp_path: Any) -> None:
+    pytest.importorskip("trl")
+    for entropy, seen in ranks(2, token_metrics, str(tmp_path)):
+        assert entropy < 1e-5 and seen == 0
+
+
+@on_ranks
+def own_loss(directory: str, how: str) -> tuple[list[str], float, float]:
+    """Warnings and errors of a trainer with a loss of its own: with smoothed labels."""
+    from hyper_cp.hf import Trainer
+
+    class Mine(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            logits, labels = model(**inputs).logits, inputs["shift_labels"]
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=0.1
+            )
+            loss = self.handler.mean_loss(losses.view_as(labels), mask=labels != -100)
+            return (loss, logits) if return_outputs else loss
+
+    class Passes(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    model = make("llama")
+    oracle = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        trainer = (Passes if how == "super" else Mine)(
+            model, arguments(directory), train_dataset=samples(4), style=STYLE
+        )
+        with InDouble():
+            trainer.train()
+    want = trained_alone(oracle, 0.0 if how == "super" else 0.1)
+    said = [str(w.message) for w in caught if "computes a loss by itself" in str(w.message)]
+    return said, *errors(trainer, model, want, oracle)
+
+
+@pytest.mark.parametrize("how", ["by itself", "super"])
+def test_a_loss_of_the_users_trainer_is_warned_of(ranks: Any, tmp_path: Any, how: str) -> None:
+    for said, loss, weights in ranks(2, own_loss, str(tmp_path), how):
+        assert len(said) == (how != "super"), said
+        assert all("Mine.compute_loss" in x and "mean_loss(logits, inputs['shift_labels'])" in x for x in said)
+        assert loss < 1e-6 and weights < 1e-10
+
+
+def padded(side: str) -> dict[str, Tensor]:
+    ids, mask = tokens(23)[:, :23], torch.ones(2, 23, dtype=torch.int64)
+    mask[1, slice(9) if side == "left" else slice(9, None)] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+@on_ranks
+def eager(name: str, side: str, implementation: str, how: str) -> tuple[int, float]:
+    """The number of warnings, and the error of the gradients, with labels on all padding or where it sees tokens."""
+    from hyper_cp import ContextParallelHandler
+    from hyper_cp.hf import prepare_batch, prepare_model
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, batch = make(name), padded(side)
+    if how == "none":  # the label of the first token, too, is predicted by padding
+        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+        batch["labels"][1, 9] = -100
+    model.set_attn_implementation(implementation)
+    oracle = copy.deepcopy(model)
+    prepare_model(model, mesh, style=STYLE)
+    with warnings.catch_warnings(record=True) as caught, InDouble():
+        warnings.simplefilter("default")
+        oracle(**batch, use_cache=False).loss.backward()
+        for _ in range(2):
+            model.zero_grad()
+            model(**prepare_batch(ContextParallelHandler(mesh, STYLE), batch)).loss.backward()
+    got, want = sum_over_ranks(*gradients(model)), gradients(oracle)
+    error = max(float((x - y).abs().max()) for x, y in zip(got, want, strict=True))
+    return sum("attn_implementation='eager'" in str(w.message) for w in caught), error
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "implementation", "how", "warned"),
+    [
+        ("llama", "left", "eager", "all", True),
+        ("llama", "left", "eager", "none", False),
+        ("llama", "right", "eager", "all", False),
+        ("llama", "left", "sdpa", "all", False),
+        ("gemma3", "right", "eager", "all", True),  # its window of 5 leaves padding without a token
+        ("gemma3", "right", "eager", "none", False),
+    ],
+)
+def test_labels_of_padding_that_sees_no_token(
+    ranks: Any, name: str, side: str, implementation: str, how: str, warned: bool
+) -> None:
+    """Eager attention has the mean of all values there: the only difference from one device, and it is warned of."""
+    for said, error in ranks(2, eager, name, side, implementation, how):
+        assert said == warned and (error < 1e-10) != warned, (said, error)
