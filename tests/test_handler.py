@@ -300,7 +300,6 @@ def cores(layout: str, degree: int | None) -> float:
         same = torch.ones(24, 24, dtype=torch.bool)
         same[7:, :7] = same[:7, 7:] = False
         worst = max(worst, relative_error(handler.combine(out, 2), plain_attention(q, k, v, visible=same)))
-    assert len(handler._cores) == 2
     return worst
 
 

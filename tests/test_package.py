@@ -90,7 +90,7 @@ PRIVATE_ELSEWHERE = {
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
     ("integrations/huggingface/modules.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,
-    ("integrations/trl.py", "_metrics"): "the numbers that TRL's trainers log, which have no public name",
+    ("integrations/huggingface/sparse.py", "_short_conv"): "the convolution of Qwen 4, which is replaced if known",
     ("integrations/transformers.py", "_can_set_attn_implementation"): READS,
 }
 """``(module, name)``: the reason why a private name of another package may stand there."""

@@ -56,7 +56,7 @@ logits and the gradients of all parameters with those of one device, in double p
 - "not tried" means that the type does not run by itself here, with the reason. (Models of images, audio and text have
   a text model, which is a type of its own.)
 - `mistral_large4_text` is no type of `AutoModelForCausalLM`. Its hidden states are exact (`test_selected_models.py`).
-  Nor is `glm5_next`, whose text and images are exact (`test_selected_pools.py` and [image models](image_models.md)).
+  Nor is `glm5_next`, whose text and images are exact (`test_sparse_families.py` and [image models](image_models.md)).
 - Packed documents (position ids that restart, or cumulative lengths) are kept apart in every type, as transformers'
   flash attention does. In SDPA on one device some types let documents see each other, because their masks are made
   without position ids: `afmoe`, `bert`, `bert-generation`, `biogpt`, `electra`, `ernie`, `falcon` and `gpt_oss`.

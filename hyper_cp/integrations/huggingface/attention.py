@@ -436,6 +436,8 @@ def _one_device(
         )
     if (indices := options.get("indices")) is not None and state.implementation in ("eager", "sdpa"):
         mask = under_selection(mask, indices, query)
+    if hasattr(module, "build_attention_mask_from_topk") and state.implementation == "sdpa":
+        mask = mask == 0  # it was made for another implementation
     if (blocks := options.get("block_indices")) is not None and state.implementation in ("eager", "sdpa"):
         given = key.shape[2], query.dtype, query.device, options["position_ids"].expand(len(query), -1)
         mask = cast(Any, module).indexer.build_block_mask(blocks, mask, *given)

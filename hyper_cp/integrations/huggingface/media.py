@@ -30,7 +30,7 @@ from ...module.mesh_binding import Binding
 from ...schedule.readers import read_rows, runs_of_equal_cost
 from ...style import style_of
 from . import forward
-from .modules import source_of
+from .seams import source_of
 
 METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 """The methods of models that encode each kind of media; ``forward`` inserts the first kind before the second."""
