@@ -67,6 +67,14 @@ PRIVATE_ELSEWHERE = {
     ("data/head.py", "_forward_hooks"): HOOKS,
     ("data/head.py", "_backward_pre_hooks"): HOOKS,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
+    (
+        "integrations/huggingface/attention.py",
+        "_prepare_decoder_attention_mask",
+    ): "the method by which Kosmos 2 makes its mask, as the model of transformers defines it",
+    (
+        "integrations/huggingface/inline_audio.py",
+        "_get_feat_extract_output_lengths",
+    ): "the numbers of rows of clips, which Qwen2-Audio's tower computes under this name only",
     ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",
     ("mesh/groups.py", "_timeout"): "the timeout among NCCL's options, without which new_group warns",
     ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",
