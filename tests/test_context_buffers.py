@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_cp import context_parallel
 from hyper_cp.mesh import comm
+from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import on_ranks
-
-
-def cp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def views() -> tuple[Tensor, Tensor, Tensor]:

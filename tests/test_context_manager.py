@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +19,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.context_manager import _blocks, _sharded_now
 from hyper_cp.mesh import comm
 from tests.harness import modules
+from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
 from tests.harness.ranks import on_ranks
 
@@ -64,10 +65,6 @@ def data() -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
     return (model(ids) * weights).sum()
-
-
-def cp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def reference() -> tuple[Tensor, list[Tensor]]:

@@ -174,7 +174,7 @@ def wrong_length() -> None:
 
 
 def test_combining_to_another_length_is_refused(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", "length=3 does not pad to the 16 positions", wrong_length)
+    ranks.raises(2, "ValueError", "length=3 pads to 4 positions. The ranks hold 16", wrong_length)
 
 
 # --------------------------------------------------------------------------- rotary embedding
@@ -253,8 +253,8 @@ def wrong_rotary(what: str) -> None:
 @pytest.mark.parametrize(
     "what,words",
     [
-        ("local", "has 4 positions in dimension 0, but tokens of this rank are at positions up to"),
-        ("rows", "freqs has 8 rows, but tensor 4"),
+        ("local", "has 4 positions in dimension 0. Tokens of this rank are at positions up to"),
+        ("rows", "freqs has 8 rows, and tensor has 4"),
         ("odd", "freqs has 3 angles"),
         ("shape", "Each position has R angles"),
         ("differ", "differ between the 2 rows"),
@@ -300,7 +300,6 @@ def cores(layout: str, degree: int | None) -> float:
         same = torch.ones(24, 24, dtype=torch.bool)
         same[7:, :7] = same[:7, 7:] = False
         worst = max(worst, relative_error(handler.combine(out, 2), plain_attention(q, k, v, visible=same)))
-    assert len(handler._cores) == 2
     return worst
 
 
@@ -317,7 +316,7 @@ def core_without_style() -> None:
 
 
 def test_core_attn_needs_a_style(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", "pass it a ContextParallel style", core_without_style)
+    ranks.raises(2, "ValueError", "A layout does not say how attention runs", core_without_style)
 
 
 # --------------------------------------------------------------------------- Megatron's cp_comm_type
@@ -371,7 +370,7 @@ def test_every_cp_comm_type(ranks: Any, word: Any, sizes: Any, names: Any, trave
     "backend,word,words",
     [
         ("flash", "p2p", "backend='flash'.*'transformer_engine'"),
-        (None, "ring", r"cp_comm_type='ring' is unknown; choose one of 'p2p', 'all_gather', 'a2a', 'a2a\+p2p'"),
+        (None, "ring", r"cp_comm_type='ring' is unknown\. .* Choose one of 'p2p', 'all_gather', 'a2a', 'a2a\+p2p'"),
         (None, ["p2p", None], "cp_comm_type=None is unknown"),
         (None, [], r"cp_comm_type=\[\] is unknown"),
     ],
@@ -387,7 +386,7 @@ def wrong_options(**options: Any) -> None:
 
 
 def test_wrong_options_of_a_handler_class(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", r"sizes=None with cp_comm_type='a2a\+p2p'.*product of 2", wrong_options)
+    ranks.raises(2, "ValueError", r"sizes=None with cp_comm_type='a2a\+p2p'.*product of .* must be 2", wrong_options)
     sizes = [2, 2]
     ranks.raises(2, "ValueError", r"sizes=\[2, 2\]", wrong_options, hierarchical_context_parallel_sizes=sizes)
     ranks.raises(2, "ValueError", "qkv_format='bsh'.*'sbhd'", wrong_options, qkv_format="bsh")

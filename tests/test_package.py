@@ -67,6 +67,14 @@ PRIVATE_ELSEWHERE = {
     ("data/head.py", "_forward_hooks"): HOOKS,
     ("data/head.py", "_backward_pre_hooks"): HOOKS,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
+    (
+        "integrations/huggingface/attention.py",
+        "_prepare_decoder_attention_mask",
+    ): "the method by which Kosmos 2 makes its mask, as the model of transformers defines it",
+    (
+        "integrations/huggingface/inline_audio.py",
+        "_get_feat_extract_output_lengths",
+    ): "the numbers of rows of clips, which Qwen2-Audio's tower computes under this name only",
     ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",
     ("mesh/groups.py", "_timeout"): "the timeout among NCCL's options, without which new_group warns",
     ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",
@@ -81,12 +89,16 @@ PRIVATE_ELSEWHERE = {
     ("ops/kernels/derivative.py", "_dispatch_tls_is_dispatch_key_excluded"): AUTOGRAD,
     ("ops/kernels/derivative.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
+    (
+        "integrations/diffusers.py",
+        "_diffusers_hook",
+    ): "the hooks that diffusers keeps itself, as its caches",
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
     ("integrations/huggingface/modules.py", "_attn_implementation"): READS,
     ("integrations/transformers.py", "_attn_implementation"): READS,
-    ("integrations/trl.py", "_metrics"): "the numbers that TRL's trainers log, which have no public name",
+    ("integrations/huggingface/sparse.py", "_short_conv"): "the convolution of Qwen 4, which is replaced if known",
     ("integrations/transformers.py", "_can_set_attn_implementation"): READS,
 }
 """``(module, name)``: the reason why a private name of another package may stand there."""

@@ -202,7 +202,7 @@ def test_wrong_use_is_refused() -> None:
         (lambda: tiled(MLP(), 0), ValueError, "chunks=0"),
         (lambda: tiled(MLP(), 2.0), TypeError, "chunks is a float"),  # type: ignore[arg-type]
         (lambda: tiled(MLP(), 2, seq_dim="s"), TypeError, "seq_dim is a str"),  # type: ignore[arg-type]
-        (lambda: tiled(MLP(), 2, seq_dim=3)(x), ValueError, "along seq_dim=3, but its input has shape"),
+        (lambda: tiled(MLP(), 2, seq_dim=3)(x), ValueError, "along seq_dim=3, and its input has shape"),
         (lambda: tiled(Pair(), 2)(x), ValueError, "returned a tuple"),
         (lambda: tiled(Pair(), 2)(x, x), TypeError, "got 2 tensors"),
         (lambda: tiled(Pair(), 2)(x, [x]), TypeError, "got 2 tensors, those inside of lists included"),

@@ -108,7 +108,7 @@ def refuse_recompiled(name: str, packed: bool) -> None:
     elif name in _packed and any(recomputation is not None for _, recomputation in _frames()):
         raise RuntimeError(
             f"{name} is compiled, and activation checkpointing recomputes it without the packed documents that its "
-            "forward had: a compiled graph cannot look for those of its forward, and their block has ended. Run "
+            "forward had. A compiled graph cannot look for those of its forward, and their block has ended. Run "
             "backward inside the documents block, pass documents= to the module through the checkpointed function, or "
             "put the checkpoint inside the compiled function"
         )

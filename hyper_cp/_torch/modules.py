@@ -1,10 +1,10 @@
 """Private parts of ``nn.Module`` and ``DeviceMesh``: hooks, calls on the stack, wrappers, compiled modules.
 
 Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks``, ``_backward_hooks``, ``_buffers``,
-``_call_impl``, ``_compiled_call_impl``, the child names of ``torch.compile`` (``_orig_mod``) and of
-``checkpoint_wrapper`` (``_checkpoint_wrapped_module``), ``DeviceMesh._get_root_mesh`` (torch has no public way from a
-slice back to its mesh), and the frame of ``parallelize_module``. The same in torch 2.11 to 2.15. The counter
-``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
+``_call_impl``, ``_compiled_call_impl``, ``RemovableHandle.next_id``, the child names of ``torch.compile``
+(``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``), ``DeviceMesh._get_root_mesh`` (torch has
+no public way from a slice back to its mesh), and the frame of ``parallelize_module``. The same in torch 2.11 to 2.15.
+The counter ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 # The frame of a module's call, which tells a call that is over from one that is running.
 _CALL = nn.Module._call_impl.__code__
@@ -31,6 +33,21 @@ _CALL = nn.Module._call_impl.__code__
 def hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose methods are forward-pre-hooks of a module."""
     return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+
+
+@contextmanager
+def numbered_alike(module: nn.Module) -> Iterator[None]:
+    """Give the hooks that are registered inside the block, eight at most, the same numbers in modules that are alike.
+
+    PyTorch counts hooks through a process, and a compiled graph holds for their numbers: each block of a model would be
+    compiled by itself, until Dynamo gives up at ``recompile_limit``. Only the hooks of one module need different ones.
+    """
+    before = RemovableHandle.next_id
+    RemovableHandle.next_id = min([0, *module._forward_pre_hooks, *module._forward_hooks]) - 8
+    try:
+        yield
+    finally:
+        RemovableHandle.next_id = before
 
 
 def modules_of_hooks(module: nn.Module) -> list[str]:

@@ -197,7 +197,7 @@ class WholeBatch:
         for row, found in enumerate(padding):
             if len(found) > 3:
                 raise ValueError(
-                    f"attention_mask[{row}] is not a padding mask: it must be 1 on the tokens and 0 on padding before "
+                    f"attention_mask[{row}] is not a padding mask. It must be 1 on the tokens and 0 on padding before "
                     "or after them. Pass packed documents as document_ids or cu_seqlens, and other masks in four "
                     "dimensions [B, 1, S, S] (they pass through whole)"
                 )
@@ -218,8 +218,8 @@ class WholeBatch:
         if bool(back.any()):
             row, before = back.nonzero()[0].tolist()
             raise ValueError(
-                f"position_ids[{row}] returns to 0 at position {before + 1}, as in packed documents, but the batch "
-                "does not say whether they see each other. Pass cu_seqlens or document_ids to keep them apart "
+                f"position_ids[{row}] returns to 0 at position {before + 1}, as in packed documents. The batch does "
+                "not say whether these see each other. Pass cu_seqlens or document_ids to keep them apart "
                 "(hyper_cp.hf.prepare_batch reads position_ids as transformers does), document_ids=None if they see "
                 "each other, or attention_mask if it is padding"
             )
@@ -246,8 +246,8 @@ class WholeBatch:
         labels = self.entries["labels"]
         if "labels" not in self.dims:
             raise ValueError(
-                f"labels of shape {tuple(labels.shape)} have no sequence dimension, and shift_labels=True "
-                "shifts them along it. Pass labels of tokens [B, S], or shift_labels=False"
+                f"labels of shape {tuple(labels.shape)} have no sequence dimension. shift_labels=True shifts them "
+                "along it. Pass labels of tokens [B, S], or shift_labels=False"
             )
         dim = self.dims["shift_labels"] = self.dims["labels"]
         _warn_if_shifted(self.handler, self.entries, dim, ignore_index)

@@ -371,7 +371,7 @@ class DynamicContextParallel:
         widest = self.degrees[-1]
         need = layouts.length_multiple(self.layout, 1) * -(-length // layouts.length_multiple(self.layout, widest))
         raise ValueError(
-            f"lengths[{index}]={length} does not fit: the widest degree is {widest}, and {widest} ranks with "
+            f"lengths[{index}]={length} does not fit. The widest degree is {widest}, and {widest} ranks with "
             f"tokens_per_rank={self.tokens_per_rank} hold {self.capacity(widest)} tokens. Cut the sample to that, "
             f"raise tokens_per_rank to {need}, or plan for more ranks with a degree of at least "
             f"{-(-length // self.capacity(1))}"

@@ -75,7 +75,10 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
             if not is_int(value) or value < least:
                 raise ValueError(f"{name}={value!r} must be an int of at least {least}. Batches depend on it. Pass one")
         if rank >= scheduler.size:
-            raise ValueError(f"rank={rank} is not among the {scheduler.size} ranks of the scheduler. Pass family.rank")
+            raise ValueError(
+                f"rank={rank} is not below {scheduler.size}. It is one of the ranks of the scheduler's family. Pass "
+                "family.rank"
+            )
         self.dataset, self.lengths, self.scheduler = dataset, list(lengths), scheduler
         self.batch_size, self.rank, self.seed = batch_size, rank, seed
         samples = len(dataset) if hasattr(dataset, "__len__") else len(self.lengths)

@@ -79,8 +79,8 @@ def log_probs(hidden: Tensor, labels: Tensor, head: nn.Module | Tensor, logits: 
         found = found.full_tensor() if isinstance(found, DTensor) else found
         if found.shape != labels.shape:
             raise ValueError(
-                f"the head splits its output: of {tuple(labels.shape)} log-probabilities, {tuple(found.shape)} are "
-                "left on this rank. Use ColwiseParallel(output_layouts=Replicate()), or use_local_output=False"
+                f"of {tuple(labels.shape)} log-probabilities, {tuple(found.shape)} are left on this rank. The head "
+                "splits its output. Use ColwiseParallel(output_layouts=Replicate()), or use_local_output=False"
             )
         return found
     check_type("head", head, Tensor, "It makes the logits. Pass the nn.Linear, or its weight")
@@ -93,10 +93,10 @@ def token_losses(losses: Tensor, labels: Tensor | None, head: nn.Module | Tensor
     if head is not None and labels is not None:
         return -log_probs(losses, labels, head, logits)
     if head is not None:
-        raise ValueError("head without labels: there is no loss of hidden states alone. Pass the labels of the tokens")
+        raise ValueError("head without labels. There is no loss of hidden states alone. Pass the labels of the tokens")
     if (logits.softcap, logits.scale, logits.chunk) != (None, 1.0, None):
         raise ValueError(
-            f"softcap={logits.softcap}, scale={logits.scale} and chunk={logits.chunk} without head: they describe how "
+            f"softcap={logits.softcap}, scale={logits.scale} and chunk={logits.chunk} without head. They describe how "
             "a head makes logits. Pass hidden states and head, or whole logits without them"
         )
     return losses
@@ -106,7 +106,7 @@ def check_head(head: nn.Module) -> None:
     """Raise ``TypeError`` unless the module is a linear layer that runs as it is."""
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise TypeError(
-            f"head is a {type(head).__name__} whose forward is not that of nn.Linear, so its logits cannot be made in "
+            f"head is a {type(head).__name__} whose forward is not that of nn.Linear. Its logits cannot be made in "
             "chunks. Pass the nn.Linear itself, without torch.compile, wrappers or adapters around it, or its weight"
         )
 
@@ -160,8 +160,9 @@ def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
     wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
     if wrong.numel():
         raise NoClass(
-            f"labels has the value {wrong[0].item()}, but the head has {vocabulary} classes. Pass classes from 0 to "
-            f"{vocabulary - 1}, or ignore_index={ignore_index} where a position does not count"
+            f"labels has the value {wrong[0].item()}, but the head has {vocabulary} classes. A label is the number of "
+            f"a class. Pass numbers from 0 to {vocabulary - 1}, or ignore_index={ignore_index} where a position does "
+            "not count"
         )
 
 
@@ -182,7 +183,7 @@ def _of_weight(hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | No
     if weight.ndim != 2:
         raise ValueError(
             f"the head's weight has shape {tuple(weight.shape)} instead of [vocabulary, width]. FSDP 1 and ZeRO 3 take "
-            "it apart: gather it first, or use FSDP2 (fully_shard)"
+            "it apart. Gather it first, or use FSDP2 (fully_shard)"
         )
     vocabulary = _part(weight, hidden)
     if isinstance(hidden, DTensor):
@@ -190,7 +191,8 @@ def _of_weight(hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | No
     if hidden.shape != (*labels.shape, weight.shape[1]):
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)} and the head's weight "
-            f"{tuple(weight.shape)}. Pass hidden [*labels.shape, {weight.shape[1]}], this rank's share of each"
+            f"{tuple(weight.shape)}. Each label needs one hidden state, as wide as the weight. Pass hidden "
+            f"[*labels.shape, {weight.shape[1]}], this rank's share of each"
         )
     _check_labels(labels, vocabulary.total, logits.ignore_index)
     placed = hidden if isinstance(hidden, DTensor) else None
@@ -220,7 +222,7 @@ def _part(weight: Tensor, hidden: Tensor) -> _Vocabulary:
     if len(split) > 1 or type(placement) is not Shard or placement.dim != 0:
         raise ValueError(
             f"the head's weight is placed {weight.placements} on {mesh}. Only a vocabulary that one "  # type: ignore[attr-defined]
-            "dimension of a mesh splits, Shard(0), gives log-probabilities without whole logits: use ColwiseParallel"
+            "dimension of a mesh splits, Shard(0), gives log-probabilities without whole logits. Use ColwiseParallel"
         )
     if not isinstance(hidden, DTensor):
         raise ValueError(
@@ -240,7 +242,7 @@ def _check_whole(hidden: DTensor, mesh: DeviceMesh) -> None:
     if mesh != hidden.device_mesh or any(not isinstance(p, Replicate) for p in hidden.placements):
         raise ValueError(
             f"hidden is a DTensor placed {hidden.placements} on {hidden.device_mesh}. The head needs all of this cp "
-            f"rank's tokens and their whole width: redistribute it to Replicate() on {mesh}"
+            f"rank's tokens and their whole width. Redistribute it to Replicate() on {mesh}"
         )
 
 
@@ -316,8 +318,8 @@ class _Loop:
             dtype = torch.get_autocast_dtype(device)
         if dtype is None and weight.dtype != hidden.dtype:
             raise ValueError(
-                f"hidden is {hidden.dtype} and the head's weight {weight.dtype}. They are multiplied: cast one of "
-                "them, or run under autocast"
+                f"hidden is {hidden.dtype} and the head's weight {weight.dtype}. They are multiplied, and must be "
+                "equal. Cast one of them, or run under autocast"
             )
         self.dtype = dtype or hidden.dtype
         self.exact = torch.promote_types(self.dtype, torch.float32)

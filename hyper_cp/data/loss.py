@@ -72,8 +72,8 @@ def check_gradients(gradients: str) -> None:
     """Raise ``ValueError`` for a reduction of gradients that is unknown."""
     if gradients not in ("mean", "sum"):
         raise ValueError(
-            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, or "sum" if '
-            "you all-reduce them with SUM"
+            f"gradients={gradients!r} is unknown. It says who reduces gradients after backward. Use "
+            '"mean" under DDP or FSDP, which average gradients, or "sum" if you all-reduce them with SUM'
         )
 
 
@@ -86,8 +86,9 @@ def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
     check_type("mesh", mesh, (DeviceMesh, type(None)), "Gradients are reduced over its ranks. Pass a DeviceMesh")
     if mesh is not None and not set(cp.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
         raise ValueError(
-            f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {cp.mesh.tolist()}. Pass the "
-            'mesh over which gradients are reduced, data and context parallel together, like world["dp", "cp"]'
+            f"mesh of ranks {mesh.mesh.tolist()} does not contain the cp ranks {cp.mesh.tolist()}. The mean is over "
+            "the tokens of all of its ranks. Pass the mesh over which gradients are reduced, data and context parallel "
+            'together, like world["dp", "cp"]'
         )
     return cp if mesh is None else mesh
 
@@ -225,18 +226,20 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     for name, other in (("labels", labels), ("mask", mask)):
         if other is not None and other.shape != losses.shape:
             raise ValueError(
-                f"losses has shape {tuple(losses.shape)} and {name} {tuple(other.shape)}. Pass one loss per token "
-                "(reduction='none') in the same shape, or logits [*labels.shape, classes] with labels"
+                f"losses has shape {tuple(losses.shape)} and {name} {tuple(other.shape)}. Each has one number for each "
+                "token. Pass one loss per token (reduction='none') in the same shape, or logits [*labels.shape, "
+                "classes] with labels"
             )
     if losses.ndim > 2 and labels is None and mask is None:
         raise ValueError(
-            f"losses has shape {tuple(losses.shape)} and there are no labels. If these are logits, pass labels; if "
-            "they are losses of tokens, flatten them to two dimensions, or pass a mask of their shape"
+            f"losses has shape {tuple(losses.shape)} and there are no labels. Logits have three dimensions, and losses "
+            "of tokens two. If these are logits, pass labels; if they are losses of tokens, flatten them to two "
+            "dimensions, or pass a mask of their shape"
         )
     if losses.ndim == 0:
         raise ValueError(
-            "losses is one number, and its number of tokens is unknown. Pass logits and labels, or losses of tokens "
-            "(reduction='none') and their labels, of which the ignored ones do not count"
+            "losses is one number. The number of its tokens is unknown, and ranks have different ones. Pass logits and "
+            "labels, or losses of tokens (reduction='none') and their labels, of which the ignored ones do not count"
         )
     weights = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
     if labels is not None:

@@ -177,7 +177,7 @@ def runs(mask: Tensor) -> tuple[Tensor, list[list[int]]]:
     wrong = ((host != 0) & (host != 1)).any(-1)
     if bool(wrong.any()):
         raise ValueError(
-            f"attention_mask[{int(wrong.int().argmax())}] is not a padding mask: it has values other than 0 and 1 (up "
+            f"attention_mask[{int(wrong.int().argmax())}] is not a padding mask. It has values other than 0 and 1 (up "
             f"to {host.max().item()}). If they number packed documents, pass documents= (cumulative lengths) or "
             "document_ids instead of attention_mask"
         )
@@ -197,8 +197,9 @@ def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
     """
     if mask.ndim < 2 or mask.shape[-1] not in (1, length) or mask.shape[-2] not in (1, length):
         raise ValueError(
-            f"attention_mask {tuple(mask.shape)} does not fit the {length} positions of the sequence. Pass it as "
-            f"[..., {length}, {length}] (a dimension may be 1), or pass a padding mask [B, S]"
+            f"attention_mask {tuple(mask.shape)} does not fit the {length} positions of the sequence. Masks are those "
+            f"of the whole sequence. Pass it as [..., {length}, {length}] (a dimension may be 1), or pass a padding "
+            "mask [B, S]"
         )
     if padded == length:
         return mask

@@ -88,8 +88,8 @@ def _documents_of_tokens(
     table = documents_for(shares, documents, padded, x, 1)
     if table is None and layouts.by_documents(shares.layout):
         raise ValueError(
-            f"layout={shares.layout!r} places tokens by documents, and pool got none. Call it in the block of the "
-            "batch, `with handler.documents(batch)`, or pass documents="
+            f"pool got no documents with layout={shares.layout!r}. This layout places tokens by documents. Call it in "
+            "the block of the batch, `with handler.documents(batch)`, or pass documents="
         )
     ends: tuple[int, ...] = () if length is None else (length,)  # of each row, or of all rows
     if length is None and documents is not None:
@@ -104,8 +104,8 @@ def _documents_of_tokens(
         )
     if length is not None and shares.padded_length(length) != padded:
         raise ValueError(
-            f"length={length} does not pad to the {padded} positions that the ranks hold, but to "
-            f"{shares.padded_length(length)}. Pass the length of the sequence before it was split"
+            f"length={length} pads to {shares.padded_length(length)} positions. The ranks hold {padded}. Pass the "
+            "length of the sequence before it was split"
         )
     counted = torch.arange(padded) < torch.tensor(ends or (padded,))[:, None]
     if (tokens := tokens_of(table)) is not None:  # also padding inside, which is a document for attention

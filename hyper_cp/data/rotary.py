@@ -18,7 +18,7 @@ def rows_of(table: Tensor, positions: Tensor, seq_dim: int, name: str) -> Tensor
     longest = int(positions.max()) + 1
     if table.shape[seq_dim] < longest:
         raise ValueError(
-            f"{name} has {table.shape[seq_dim]} positions in dimension {seq_dim}, but tokens of this rank are at "
+            f"{name} has {table.shape[seq_dim]} positions in dimension {seq_dim}. Tokens of this rank are at "
             f"positions up to {longest - 1}. Build it with get_rotary_seq_len(...) positions, for the whole sequence "
             "and not for the local share"
         )
@@ -30,7 +30,7 @@ def rotate(tensor: Tensor, angles: Tensor, seq_dim: int, interleaved: bool, msca
     size = angles.shape[-1]
     if size % 2 or size > tensor.shape[-1]:
         raise ValueError(
-            f"freqs has {size} angles per position; their number must be even and at most {tensor.shape[-1]}, the last "
+            f"freqs has {size} angles per position. Their number must be even and at most {tensor.shape[-1]}, the last "
             "dimension of tensor. Give each angle twice: torch.cat((freqs, freqs), -1), or next to each other if "
             "interleaved"
         )

@@ -120,8 +120,8 @@ class Shares:
         layouts.check_length(self.layout, self.cp.size, whole)
         if length is not None and self.padded_length(length) != whole:
             raise ValueError(
-                f"length={length} does not pad to the {whole} positions that the ranks hold, but to "
-                f"{self.padded_length(length)}. Pass the length that the dispatched tensor had"
+                f"length={length} pads to {self.padded_length(length)} positions. The ranks hold {whole}. Pass the "
+                "length that the dispatched tensor had"
             )
         table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
         if factor > 1:
@@ -186,8 +186,8 @@ class Shares:
         if restart:
             if table is None:
                 raise ValueError(
-                    "restart=True without documents: there is nothing to restart in. Pass documents=, or call it in a "
-                    "documents() block"
+                    "restart=True without documents. Positions restart where documents begin. Pass documents=, or call "
+                    "it in a documents() block"
                 )
             rows = read(table).restarted(at)
             at = rows[0] if len(rows) == 1 else rows
@@ -274,8 +274,9 @@ def gradient_factor(cp: CPMesh, tensor: Tensor, gradients: str | None, caller: s
     also = ', "shares" if the whole is dispatched again' if caller == "combine" else ""
     if gradients not in (None, "mean", "sum", "unknown") and not (also and gradients == "shares"):
         raise ValueError(
-            f'gradients={gradients!r} is unknown. Use "mean" under DDP or FSDP, which average gradients, "sum" if '
-            f"you all-reduce them with SUM, None if nobody reduces them{also}"
+            f"gradients={gradients!r} is unknown. It says who reduces gradients after backward. Use "
+            '"mean" under DDP or FSDP, which average gradients, "sum" if you all-reduce them with SUM, None if nobody '
+            f"reduces them{also}"
         )
     if gradients == "unknown":
         _warn_of_gradients(cp, tensor, caller)
@@ -305,7 +306,10 @@ def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor
     try:
         return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
     except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"pad_value={pad_value} is not a value of a tensor of {tensor.dtype}: {error}") from error
+        raise ValueError(
+            f"pad_value={pad_value} is not a value of a tensor of {tensor.dtype} ({error}). Padding is written into "
+            "the tensor. Pass a number that this dtype holds"
+        ) from error
 
 
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: str = "tensor") -> int:
@@ -314,7 +318,7 @@ def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: s
     check_type(name, tensor, Tensor, "It has one dimension that is the sequence. Pass a torch.Tensor")
     if not is_int(seq_dim) or not -tensor.ndim <= seq_dim < tensor.ndim:
         raise ValueError(
-            f"{argument}={seq_dim!r} is not a dimension of {name}, whose shape is {tuple(tensor.shape)}. "
+            f"{argument}={seq_dim!r} is not a dimension of {name}. Its shape is {tuple(tensor.shape)}. "
             + (f"Use {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "A sequence needs a dimension")
         )
     return seq_dim % tensor.ndim

@@ -36,8 +36,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             super()._validate_accelerator(accelerator)
         elif self.total_size != accelerator.num_processes:
             raise ValueError(
-                f"ParallelismConfig has {self.total_size} ranks (cp_size={self.cp_size} times the other sizes), but "
-                f"{accelerator.num_processes} processes run. Make the two numbers equal"
+                f"ParallelismConfig has {self.total_size} ranks (cp_size={self.cp_size} times the other sizes), and "
+                f"{accelerator.num_processes} processes run. Each process is one rank. Make the two numbers equal"
             )
 
 
@@ -60,7 +60,7 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
     # The two methods with which accelerate runs its own context parallelism; 1.15 has no public way to replace them.
     if not hasattr(accelerator, "_prepare_cp"):
         raise RuntimeError(
-            f"accelerate {accelerate.__version__} has no Accelerator._prepare_cp, so its own context parallelism would "
+            f"accelerate {accelerate.__version__} has no Accelerator._prepare_cp. Its own context parallelism would "
             "run in place of this one. Install an accelerate version that hyper_cp supports"
         )
     accelerator._prepare_cp = partial(_prepare, mesh, style)
@@ -73,7 +73,7 @@ def cp_mesh(accelerator: accelerate.Accelerator) -> DeviceMesh:
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
         raise ValueError(
-            f"accelerator has parallelism_config={config!r} without context parallelism, so there is no cp mesh. Pass "
+            f"accelerator has parallelism_config={config!r} without context parallelism. It has no cp mesh then. Pass "
             "parallelism_config=ParallelismConfig(cp_size=n) to Accelerator (with Trainer: to TrainingArguments, where "
             "cp_size=1 is training without it), or set PARALLELISM_CONFIG_CP_SIZE=n"
         )

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from .._torch import checkpoint
+from .._torch.modules import numbered_alike
 from ..data.collectives import by_rank, with_gradient_of
 from ..handler import ContextParallelHandler
 from ..mesh.arguments import check_choice
@@ -71,6 +73,8 @@ class _Family:
     """True if attention leaves out the tokens of a prompt that its mask hides."""
     counted: tuple[tuple[str, str], ...] = ()
     """Arguments that count the first tokens of the image or of the prompt."""
+    segments: bool = False
+    """True if attention cuts the sequence into the ``segments`` that blocks get. It gets a mask of pairs instead."""
     last: str = ""
     """The argument that counts the last tokens of the image, if those before them (a history) are split by themselves,
     like a prompt."""
@@ -79,7 +83,7 @@ class _Family:
     (audio): the name, and what queries and keys are."""
 
     def stream(self, module: str) -> tuple[Kinds, Kinds] | None:
-        """What queries and keys of a module of attention in a block are, if they are always the same."""
+        """The kinds of tokens of the queries and the keys of a module of attention in a block, if they never change."""
         return next((((queries,), (keys,)) for name, queries, keys in self.streams if name == module), None)
 
     @property
@@ -94,6 +98,7 @@ class _Family:
 
 _TEXT_FIRST, _IMAGE_FIRST = (PROMPT, IMAGE), (IMAGE, PROMPT)
 _RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states")
+_CACHES = ("kv_cache_mode", "kv_cache")
 _BLOCKS, _TWO_LISTS = ("transformer_blocks",), ("transformer_blocks", "single_transformer_blocks")
 _CROSS = _Family(_BLOCKS, ("attn1",), ("attn2",), refused=_RESIDUALS)
 _WAN = _Family(("blocks",), ("attn1",), ("attn2",))
@@ -103,7 +108,7 @@ _FLUX = _Family(
     *(_TWO_LISTS, ("attn",)),
     order=_TEXT_FIRST,
     returned=_TEXT_FIRST,
-    refused=(*_RESIDUALS, "kv_cache_mode", "kv_cache"),
+    refused=(*_RESIDUALS, *_CACHES),
 )
 _FLUX_3 = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", "single_transformer_blocks")
 _COGVIEW = replace(_FLUX, stages=_BLOCKS, shared=("attn1",), returned=_IMAGE_FIRST)
@@ -117,11 +122,22 @@ _WITH_AUDIO = (
     ("audio_to_video_attn", IMAGE, PROMPT),
     ("video_to_audio_attn", PROMPT, IMAGE),
 )
+_LTX_2 = _Family(
+    *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
+    order=_IMAGE_FIRST,
+    returned=_IMAGE_FIRST,
+    refused=("video_self_attention_mask",),
+    prompt="audio_hidden_states",
+    streams=_WITH_AUDIO,
+)
 _FAMILIES = {
     "AceStepTransformer1DModel": _Family(("layers",), ("self_attn",), ("cross_attn",)),
     "AllegroTransformer3DModel": _CROSS,
     "AnyFlowTransformer3DModel": _WAN,
     "AuraFlowTransformer2DModel": replace(_FLUX, stages=("joint_transformer_blocks", "single_transformer_blocks")),
+    "BriaFibo2Transformer2DModel": _Family(
+        ("noise_refiner", "layers"), ("attention",), ("cross_attention",), image="x"
+    ),
     "BriaFiboTransformer2DModel": replace(_FLUX, stages=("transformer_blocks.*", "single_transformer_blocks.*")),
     "BriaTransformer2DModel": _FLUX,
     "ChromaTransformer2DModel": replace(_FLUX, pairs=True),
@@ -157,14 +173,7 @@ _FAMILIES = {
         prompt="text_embed",
     ),
     "Krea2Transformer2DModel": _ONE,
-    "LTX2VideoTransformer3DModel": _Family(
-        *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
-        order=_IMAGE_FIRST,
-        returned=_IMAGE_FIRST,
-        refused=("video_self_attention_mask",),
-        prompt="audio_hidden_states",
-        streams=_WITH_AUDIO,
-    ),
+    "LTX2VideoTransformer3DModel": _LTX_2,
     "LTXVideoTransformer3DModel": _CROSS,
     "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
@@ -177,8 +186,10 @@ _FAMILIES = {
     "OvisImageTransformer2DModel": _FLUX,
     "PRXTransformer2DModel": _Family(("blocks",), ("attention",), order=_TEXT_FIRST),
     "PixArtTransformer2DModel": _CROSS,
+    "QwenImage21Transformer2DModel": replace(_ONE, refused=_CACHES, segments=True),
     "QwenImageTransformer2DModel": replace(_FLUX, stages=_BLOCKS),
     "SD3Transformer2DModel": replace(_FLUX, stages=_BLOCKS, shared=("attn", "attn2"), order=_IMAGE_FIRST),
+    "SanaWMLTX2RefinerTransformer3DModel": _Family(_BLOCKS, _LTX_2.shared, _LTX_2.prompts, refused=_CACHES),
     "SkyReelsV2Transformer3DModel": _WAN,
     "Transformer2DModel": _CROSS,
     "WanAnimateTransformer3DModel": replace(_WAN, stages=("blocks.*",)),
@@ -282,6 +293,13 @@ def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
             )
 
 
+def _has_cache(transformer: nn.Module) -> bool:
+    """True if hooks of diffusers, on the model or in it, leave out parts of a forward by what they have kept."""
+    registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
+    hooks = [hook for registry in registries for hook in getattr(registry, "hooks", {}).values()]
+    return any(re.search("cache|broadcast", type(hook).__module__) for hook in hooks)
+
+
 class _Root:
     """The hooks of a transformer itself: they check its inputs, and scale the gradients of its output."""
 
@@ -289,6 +307,8 @@ class _Root:
         self.handler, self.family, self.gradients = handler, family, gradients
         self.compared = False
         """True once the ranks' inputs have been compared."""
+        self.parameters: list[str] = []
+        """The names of the parameters when the ranks' weights were compared."""
 
     def attach(self, transformer: nn.Module) -> None:
         """Register the hooks."""
@@ -299,10 +319,10 @@ class _Root:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse what belongs to whole sequences, and compare the inputs of the ranks."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        if getattr(module, "_parallel_config", None) is not None or getattr(module, "is_cache_enabled", False):
+        if getattr(module, "_parallel_config", None) is not None or _has_cache(module):
             raise NotImplementedError(
-                f"{type(module).__name__} runs with enable_parallelism or enable_cache of diffusers. The one would "
-                "split the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
+                f"{type(module).__name__} runs with enable_parallelism or a cache of diffusers. The one would split "
+                "the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
             )
         refused = [name for name in self.family.refused if given.get(name) is not None]
         if refused:
@@ -311,6 +331,19 @@ class _Root:
                 "image, and each rank holds a part of it. Leave them out"
             )
         self.compare(given)
+        self.compare_adapters(module)
+
+    def compare_adapters(self, module: nn.Module) -> None:
+        """Let the ranks compare their weights again, if the model has other parameters than in its last forward:
+        adapters are drawn at random."""
+        if torch.compiler.is_compiling():
+            return
+        names = [name for name, _ in module.named_parameters()]
+        for found in bindings(module) if self.parameters not in ([], names) else ():
+            found.compared.clear()
+            if found.place is not None:
+                found.place[1].compared.clear()
+        self.parameters = names
 
     def compare(self, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One small communication, once."""
@@ -361,7 +394,8 @@ class _Stage:
                 if found is not None and found.style.mode.kv_exchange != "replicated":
                     name = next(name for name, x in block.named_modules() if x is module)
                     hook = partial(self.before_attention, self.family.stream(name))
-                    module.register_forward_pre_hook(hook, with_kwargs=True)
+                    with numbered_alike(module):
+                        module.register_forward_pre_hook(hook, with_kwargs=True)
         if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
@@ -508,8 +542,8 @@ class _Stage:
         return tokens[..., None] * tokens[..., None, :]
 
     def order(self, rank: int, kinds: Kinds, most: int, longest: int) -> list[tuple[int | None, int]]:
-        """What a rank holds: the starts, in the whole sequence of these kinds, and numbers of adjacent tokens, None for
-        padding. The first ``most`` rows of it, and padding up to ``longest`` rows."""
+        """Starts and numbers of the adjacent tokens that a rank holds, in the whole sequence of these kinds, None for
+        padding: the first ``most`` rows, and padding up to ``longest`` rows."""
         rows: list[tuple[int | None, int]] = []
         start = 0
         for kind in kinds:
@@ -544,6 +578,23 @@ class _Stage:
         return torch.cat([joined.narrow(dim, rank * longest, count) for rank, (_, count) in enumerate(shares)], dim)
 
 
+def _mask_of_segments(total: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a block with one mask in place of segments, each of which sees itself (text: its past) and all
+    tokens before, and of the keys that are no padding."""
+    if given.get("segments") is None:
+        return {}
+    device = given[IMAGE].device
+    mask = torch.ones(total, total, dtype=torch.bool, device=device).tril()
+    end = 0
+    for start, end, is_text in given["segments"]:
+        if not is_text:
+            mask[start:end, start:end] = True
+    mask[end:] = True  # the image that is made
+    valid = given.get("key_valid")
+    mask = mask[None, None] if valid is None else mask & valid[:, None, None]
+    return {"attention_mask": mask, "segments": None, "key_valid": None}
+
+
 def _rows(start: int | None, count: int, device: torch.device) -> Tensor:
     """Adjacent positions; -1 for padding."""
     if start is None:
@@ -571,6 +622,8 @@ class _Entrance:
         if self.first:
             behind = given.get(family.last, counts[family.image])
             stage.record(behind, counts.get(family.prompt, counts[family.image] - behind))
+        # Another forward may have come before this one is recomputed.
+        (stage.lengths,) = checkpoint.batch_state(self, lambda: (stage.lengths,))
         kinds: dict[str, Kinds] = {name: (IMAGE if name == family.image else PROMPT,) for name in counts}
         if family.last:
             kinds = {family.image: stage.both}
@@ -582,7 +635,11 @@ class _Entrance:
                 "the whole sequence. Use a configuration of the model without that"
             )
 
+        masks = _mask_of_segments(stage.total(stage.both), given) if family.segments else {}
+
         def share(name: str, x: Any) -> Any:
+            if name in masks:
+                return masks[name]
             if name in kinds:
                 return stage.split(x, family.dim, kinds[name]) if whole[name] else x
             if name == family.last and x is not None:
@@ -609,8 +666,8 @@ class _Entrance:
             kinds = {(PROMPT,) if "audio" in name else (IMAGE,): None}
         elif len(both) > 1 and not positions and not re.search("mask|context", name):
             del kinds[(PROMPT,)]  # shifts and scales are those of images
-        first = 0 if positions or family.dim == 0 else 1
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
+        first = 0 if positions or family.dim == 0 or (x.ndim == 1 and not numbers) else 1
         last = x.ndim - 1 if numbers and "mask" not in name else x.ndim
         found = [(dim, kind) for dim in range(first, last) for kind in kinds if x.shape[dim] == self.stage.total(kind)]
         if len(found) > 1 and "mask" in name:  # of pairs of the whole sequence

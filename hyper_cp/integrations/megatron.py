@@ -71,16 +71,16 @@ def get_cp_handler_cls(
     """
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend={backend!r} is unknown; choose one of {', '.join(map(repr, BACKENDS))} (each runs this library's "
-            "attention)"
+            f"backend={backend!r} is unknown. Each backend runs this library's attention. Choose one of "
+            f"{', '.join(map(repr, BACKENDS))}"
         )
     listed = isinstance(cp_comm_type, Sequence) and not isinstance(cp_comm_type, str)
     types: tuple[str, ...] = tuple(cp_comm_type) if listed else (cp_comm_type,)  # type: ignore[assignment]
     for comm_type in types or (cp_comm_type,):
         if not isinstance(comm_type, str) or comm_type not in _KV_EXCHANGE:
             raise ValueError(
-                f"cp_comm_type={comm_type!r} is unknown; choose one of {', '.join(map(repr, COMM_TYPES))}, or a list "
-                "of these with one per layer"
+                f"cp_comm_type={comm_type!r} is unknown. It says how keys and values travel. Choose one of "
+                f"{', '.join(map(repr, COMM_TYPES))}, or a list of these with one per layer"
             )
     name = "".join(part.title() for part in types[0].replace("+", "_").split("_")) if len(set(types)) == 1 else "Mixed"
     members = {"cp_comm_types": types, "__doc__": _MegatronHandler.__doc__}
@@ -101,7 +101,10 @@ class _MegatronHandler(ContextParallelHandler):
     ) -> None:
         check_mesh(mesh)
         if not isinstance(qkv_format, str) or qkv_format not in _FORMATS:
-            raise ValueError(f"qkv_format={qkv_format!r} is unknown; choose one of {', '.join(map(repr, _FORMATS))}")
+            raise ValueError(
+                f"qkv_format={qkv_format!r} is unknown. It names the order of the dimensions of q, k and v. Choose one "
+                f"of {', '.join(map(repr, _FORMATS))}"
+            )
         fixed = [name for name in ("kv_exchange", "ulysses_degree", "seq_dim", "head_dim") if name in options]
         if fixed:
             raise ValueError(
@@ -187,17 +190,17 @@ class _MegatronHandler(ContextParallelHandler):
         found = take_documents({name: getattr(packed, name, None) for name in names})
         if found is None:
             raise ValueError(
-                f"packed_seq_params is a {type(packed).__name__} without cu_seqlens_q, and documents would be rolled "
-                "into each other. Pass one with cu_seqlens_q, or None for a sequence without documents"
+                f"packed_seq_params is a {type(packed).__name__} without cu_seqlens_q. Documents would be rolled into "
+                "each other. Pass one with cu_seqlens_q, or None for a sequence without documents"
             )
         table, known = padded_table(self, found), self.cp.batch.documents
         without = take_documents({names[0]: packed.cu_seqlens_q})
         hidden = without is not None and read(without).rows != read(found).rows
         if hidden and by_documents(self.layout) and (known is None or read(known).rows != read(table).rows):
             raise ValueError(
-                f"packed_seq_params has padding between documents, and layout={self.layout!r} places tokens by "
-                "documents. They may be those with or without the padding. Call it in the documents block of the batch "
-                "that this handler has split, or pass documents="
+                f"packed_seq_params has padding between documents, with layout={self.layout!r}. This layout places "
+                "tokens by documents, which may be those with or without the padding. Call it in the documents block "
+                "of the batch that this handler has split, or pass documents="
             )
         return table
 
@@ -234,7 +237,8 @@ def _degree(comm_type: str, mesh: DeviceMesh, sizes: Sequence[int] | None) -> in
     fits = isinstance(sizes, Sequence) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     if sizes is None or not fits or sizes[0] * sizes[1] != mesh.size():
         raise ValueError(
-            f"hierarchical_context_parallel_sizes={sizes!r} with cp_comm_type='a2a+p2p' is wrong. Give [a2a, p2p] with "
-            f"a product of {mesh.size()}, the ranks of the cp mesh, or a 2-D mesh named ('ring', 'ulysses')"
+            f"hierarchical_context_parallel_sizes={sizes!r} with cp_comm_type='a2a+p2p' is wrong. The product of [a2a, "
+            f"p2p] must be {mesh.size()}, the number of ranks of the cp mesh. Pass two such numbers, or a 2-D mesh "
+            "named ('ring', 'ulysses')"
         )
     return sizes[0]

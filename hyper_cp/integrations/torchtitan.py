@@ -88,7 +88,7 @@ def _flex(
     name, given = type(module).__name__, [option for option, x in others.items() if x is not None]
     if given:
         raise NotImplementedError(
-            f"{name} is called with {', '.join(given)}, which context-parallel attention does not support. Leave it out"
+            f"{name} is called with {', '.join(given)}. Context-parallel attention does not support it. Leave it out"
         )
     if not isinstance(attention_masks, BlockMask):
         raise TypeError(
@@ -220,10 +220,15 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
     """
     found = {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
     if not found:
-        raise ValueError(f"pattern={pattern!r} matches no module of {type(model).__name__}. Compare named_modules()")
+        raise ValueError(
+            f"pattern={pattern!r} matches no module of {type(model).__name__}. It is compared with the names of "
+            "modules. Compare it with [name for name, _ in model.named_modules()]"
+        )
     for name, module in found.items():
         if isinstance(module, PackedAttention) or binding_of(module) is not None:
-            raise ValueError(f"{name} is context parallel already: apply it once")
+            raise ValueError(
+                f"{name} is context parallel already. Its sequence would be exchanged twice. Apply the style once"
+            )
     for name, module in found.items():
         at, _, child = name.rpartition(".")
         parent = model.get_submodule(at)
@@ -248,7 +253,10 @@ class PackedAttention(nn.Module):
         super().__init__()
         window = getattr(inner, "window_size", (-1, 0))
         if style.mode.window is not None:
-            raise ValueError(f"style has window={style.mode.window}, but {type(inner).__name__} has its own. Drop it")
+            raise ValueError(
+                f"style has window={style.mode.window}. {type(inner).__name__} has a window of its own. Leave that of "
+                "the style out"
+            )
         self.window = tuple(None if w == -1 else w for w in window)
         self.binding = Binding(style, mesh, describe(inner))
         self.latents: LatentLayer | None = None
@@ -273,19 +281,19 @@ class PackedAttention(nn.Module):
         unknown = [name for name, value in kwargs.items() if value is not None]
         if unknown:
             raise NotImplementedError(
-                f"{self.binding.name} is called with {', '.join(unknown)}, which context-parallel attention does not "
-                "support. Leave it out, or leave this module out of the pattern"
+                f"{self.binding.name} is called with {', '.join(unknown)}. Context-parallel attention does not support "
+                "it. Leave it out, or leave this module out of the pattern"
             )
         if q.ndim not in (3, 4):
             raise ValueError(
-                f"{self.binding.name} got q of shape {tuple(q.shape)}. Pass [T/n, heads, head_dim] or [B, L/n, heads, "
-                "head_dim], as torchtitan does"
+                f"{self.binding.name} got q of shape {tuple(q.shape)}. It must have 3 or 4 dimensions. Pass [T/n, "
+                "heads, head_dim] or [B, L/n, heads, head_dim], as torchtitan does"
             )
         heads, kv_heads, packed = q.shape[-2], k.shape[-2], q.ndim == 3
         if heads != kv_heads and not enable_gqa:
             raise ValueError(
-                f"{self.binding.name} got {heads} query and {kv_heads} key heads. Pass enable_gqa=True for "
-                "grouped-query attention"
+                f"{self.binding.name} got {heads} query and {kv_heads} key heads. Grouped heads may be a mistake. Pass "
+                "enable_gqa=True for grouped-query attention"
             )
         metadata = attention_metadata if attention_masks is None else attention_masks
         mesh, documents = begin_call(self.binding, self, lambda: (self._documents(metadata, q),))
@@ -308,15 +316,18 @@ class PackedAttention(nn.Module):
         cu_seq = getattr(metadata, "cu_seq_q", None)
         if cu_seq is None:
             raise NotImplementedError(
-                f"{self.binding.name} got masks of type {type(metadata).__name__}, which name no documents. "
+                f"{self.binding.name} got masks of type {type(metadata).__name__}. They name no documents. "
                 "Use variable-length attention (metadata with cu_seq_q), or handler.documents(...) and no masks"
             )
         if block is not None:
-            raise ValueError(f"{self.binding.name} got cu_seq_q inside handler.documents(...). Drop one of them")
+            raise ValueError(
+                f"{self.binding.name} got cu_seq_q inside handler.documents(...). Both give the documents of the call. "
+                "Leave one of them out"
+            )
         if metadata.cu_seq_k is not cu_seq and metadata.cu_seq_k.tolist() != cu_seq.tolist():
             raise NotImplementedError(
                 f"{self.binding.name} got cu_seq_q and cu_seq_k that differ. Queries and keys must be packed "
-                "alike: pass the same boundaries for both"
+                "alike. Pass the same boundaries for both"
             )
         if (rows, length) not in _tables.setdefault(cu_seq, {}):
             _tables[cu_seq][rows, length] = documents_table(cu_seq if rows == 1 else self._by_row(cu_seq, rows, length))

@@ -51,7 +51,7 @@ class ContextParallelTrainer:
         self.style, self.chunked_loss = style, chunked_loss
         if not hasattr(super(), "_prepare_context_parallel_inputs"):
             raise RuntimeError(
-                f"transformers {transformers.__version__} has no Trainer._prepare_context_parallel_inputs, so batches "
+                f"transformers {transformers.__version__} has no Trainer._prepare_context_parallel_inputs. Batches "
                 "would not be split. Install a transformers version that hyper_cp supports, and put "
                 "ContextParallelTrainer before Trainer among the base classes"
             )
@@ -62,13 +62,13 @@ class ContextParallelTrainer:
         noise = getattr(vars(self)["args"], "neftune_noise_alpha", None)
         if noise is not None:
             raise NotImplementedError(
-                f"neftune_noise_alpha={noise}: the noise is scaled by the length of the sequence that a model gets, "
-                "which is this rank's share. Leave it out"
+                f"neftune_noise_alpha={noise} is not supported. The noise is scaled by the length of the sequence that "
+                "a model gets, which is this rank's share. Leave it out"
             )
         if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise NotImplementedError(
-                "label_smoothing_factor and compute_loss_func pair local logits with unshifted labels, which is "
-                "wrong at the ends of each rank's share. Let the model compute its loss"
+                "label_smoothing_factor and compute_loss_func are not supported. They pair local logits with unshifted "
+                "labels, which is wrong at the ends of each rank's share. Let the model compute its loss"
             )
 
     def _refuse_own_loss(self) -> None:

@@ -65,6 +65,7 @@ from .huggingface.decoding import SplitModelCache, check_arguments, compare, one
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
+from .huggingface.inline_audio import InlineAudioHook, inline_audio_of
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import PLACES, MediaHook, owner_of
 from .huggingface.modules import (
@@ -122,10 +123,14 @@ def prepare_model(
     decoder = decoder_of(model)
     name = type(decoder).__name__
     if binding_of(decoder) is not None:
-        raise ValueError(f"{name} is prepared for context parallelism already: prepare it once")
+        raise ValueError(
+            f"{name} is prepared for context parallelism already. Its sequence would be exchanged twice. Prepare it "
+            "once"
+        )
     if style.mode.window is not None:
         raise ValueError(
-            f"style has window={style.mode.window}, but the model decides which layers have a sliding window: drop it"
+            f"style has window={style.mode.window}. The model says which of its layers have a sliding window. Leave it "
+            "out"
         )
     stacks = stacks_of(model) or (decoder,)
     for stack in stacks:
@@ -149,6 +154,8 @@ def prepare_model(
         MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
         ImageKeysHook(hook.binding, model).attach(owner)
+    if (owner := inline_audio_of(model, decoder)) is not None:
+        InlineAudioHook(hook.binding, model).attach(owner)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     if model is not decoder:
@@ -250,7 +257,7 @@ def generate_with(
     cache = SplitModelCache(handler, model) if cache is None else cache
     if not isinstance(cache, SplitModelCache):
         raise TypeError(
-            f"past_key_values is a {type(cache).__name__}, whose keys are not split over the ranks. Pass the one that "
+            f"past_key_values is a {type(cache).__name__}. Its keys are not split over the ranks. Pass the one that "
             "generate(..., return_dict_in_generate=True) has returned, or leave it out"
         )
     held, given = cache.get_seq_length(), 0 if input_ids is None else input_ids.shape[1]
@@ -531,17 +538,18 @@ class DecoderHook:
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:
             raise TypeError(
-                f"{self.binding.name} got {len(args)} positional arguments: pass all but input_ids by keyword"
+                f"{self.binding.name} got {len(args)} positional arguments. The entries of a batch are found by their "
+                "names. Pass all but input_ids by keyword"
             )
         if kwargs.get("encoder_hidden_states") is not None and self.two is None:
             raise NotImplementedError(
-                f"{self.binding.name} got encoder_hidden_states, which are another sequence than the one that "
+                f"{self.binding.name} got encoder_hidden_states. They are another sequence than the one that "
                 "prepare_batch splits. Put ContextParallel styles on its attention modules with parallelize_module"
             )
         cache = [name for name in CACHES if not isinstance(kwargs.get(name), (SplitModelCache, type(None)))]
         if cache:
             raise NotImplementedError(
-                f"{self.binding.name} got {cache[0]}, a {type(kwargs[cache[0]]).__name__}, which knows no other ranks. "
+                f"{self.binding.name} got {cache[0]}, a {type(kwargs[cache[0]]).__name__}. It knows no other ranks. "
                 "Pass use_cache=False; to generate call hyper_cp.hf.generate(model, "
                 "handler, input_ids), whose cache is split over the ranks"
             )
@@ -617,7 +625,7 @@ class DecoderHook:
         if ready is not None:
             if ready.layout not in (None, handler.layout):
                 raise ValueError(
-                    f"{self.binding.name} runs with layout={handler.layout!r}, but prepare_batch split the batch as "
+                    f"{self.binding.name} runs with layout={handler.layout!r}. prepare_batch has split the batch as "
                     f"{ready.layout!r}. Make its handler of the style that prepare_model was given"
                 )
             if ready.length not in (None, tokens.shape[1]):
@@ -648,8 +656,8 @@ class DecoderHook:
         length = local * handler.cp.size
         if mask.shape[1] not in (local, length):
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; it must be [B, {local}] (dispatched like the {local} "
-                f"local tokens) or [B, {length}] (global)"
+                f"attention_mask has shape {tuple(mask.shape)}. It has a value for each of the {local} local tokens or "
+                f"of all {length} tokens. Pass [B, {local}], dispatched like the tokens, or [B, {length}]"
             )
         return mask if mask.shape[1] == length else handler.combine(mask, 1)
 

@@ -92,17 +92,20 @@ class ContextParallelSFT(ContextParallelTrainer):
             factor = self.accelerator.num_processes if scaled else 1  # type: ignore[attr-defined]
             # So that the mean over the ranks that share the sequence is the mean over its tokens.
             kwargs["num_items_in_batch"] = inputs["num_items_in_batch"] * factor / self.handler.cp.size
-        before = getattr(self, "_total_train_tokens", 0)
-        counted, shape = inputs["context_parallel"].counted, inputs["input_ids"].shape
+        tokens, counted = inputs["input_ids"], inputs["context_parallel"].counted
+
+        def forward(**given: Any) -> Any:
+            output = model(**given)
+            # TRL gathers the sum of a mask next; of position ids it counts one row, with the padding of a split.
+            inputs["attention_mask"] = torch.ones_like(tokens) if counted is None else (counted != 0).to(tokens.device)
+            return output
+
         accelerator = vars(self)["accelerator"]
         accelerator.gather_for_metrics = self._gather_sums  # accelerate's would take ranks for rows of the last batch
         try:  # past the method of ContextParallelTrainer, which is for losses of models
-            loss = super(ContextParallelTrainer, self).compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             del accelerator.gather_for_metrics
-        if self.model.training:  # type: ignore[attr-defined]
-            self._count_tokens(before, torch.tensor(shape.numel()) if counted is None else (counted != 0).sum())
-        return loss
 
     def _gather_sums(self, x: Tensor) -> Tensor:
         """Sums ``[]`` over the tokens of each rank, without ranks whose rows the last batch repeats."""
@@ -110,14 +113,6 @@ class ContextParallelSFT(ContextParallelTrainer):
         state, cp = accelerator.gradient_state, self.handler.cp.size
         found: Tensor = accelerator.gather(x)
         return found[: state.remainder * cp] if state.end_of_dataloader and state.remainder > 0 else found
-
-    def _count_tokens(self, before: float, own: Tensor) -> None:
-        """Set TRL's number of tokens, which counts the padding of a split, and one row of the batch only. All ranks
-        make the call, with the number of tokens that each holds."""
-        trainer: Any = self
-        total = self._gather_sums(own.to(trainer.accelerator.device)).sum().item()
-        trainer._total_train_tokens = before + total
-        trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
 
 
 _BY_ROWS: dict[str, Callable[[Any], bool]] = {

@@ -202,7 +202,7 @@ def as_ring(cp: CPMesh) -> CPMesh:
         return cp
     if len(cp.flat) > 1:
         raise NotImplementedError(
-            f"this call runs over all ranks of the {cp}, which is a 2-D mesh and has no process group of all of them. "
+            f"this call runs over all ranks of the {cp}. A 2-D mesh has no process group of all of them. "
             f"Pass the 1-D mesh of these ranks, with ulysses_degree={cp.ulysses.size} where heads are exchanged"
         )
     key = f"{cp.flat[0].group.group_name}/{cp.size}x1"

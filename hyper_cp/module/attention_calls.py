@@ -188,8 +188,8 @@ def _multihead(
     if options.get("need_weights", True) or given:
         what = ", ".join(given or ["need_weights=True"])
         raise NotImplementedError(
-            f"{name} calls nn.MultiheadAttention with {what}, which is not supported under context parallelism: "
-            "attention weights over the whole sequence are never made, and no rank can add a key to it. Call it with "
+            f"{name} calls nn.MultiheadAttention with {what}, which is not supported under context parallelism. "
+            "Attention weights over the whole sequence are never made, and no rank can add a key to it. Call it with "
             "need_weights=False, and make it without add_bias_kv and add_zero_attn"
         )
     batched = query.ndim == 3
@@ -324,7 +324,8 @@ def _npu_documents(name: str, layout: str, lengths: Any, kv_lengths: Any) -> Ten
     ):
         raise ValueError(
             f"{name} calls npu_fusion_attention with input_layout={layout!r}, actual_seq_qlen={lengths} and "
-            f"actual_seq_kvlen={kv_lengths}. TND needs both, equal and over global positions; other layouts none"
+            f"actual_seq_kvlen={kv_lengths}. TND needs both, equal and over global positions, and other layouts need "
+            "none. Pass them so"
         )
     return None if lengths is None else documents_table([0, *(int(x) for x in lengths)])
 
@@ -333,7 +334,7 @@ def _npu_window(name: str, before: int, after: int) -> tuple[int | None, int | N
     if before < 0 or after < 0:
         raise NotImplementedError(
             f"{name} calls npu_fusion_attention with pre_tokens={before}, next_tokens={after}. Bounds below 0 "
-            "are not supported under context parallelism"
+            "are not supported under context parallelism. Pass an atten_mask instead"
         )
     left, right = (None if x >= _UNBOUNDED else x for x in (before, after))
     return None if left is None and right is None else (left, right)

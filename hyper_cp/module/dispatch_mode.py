@@ -62,8 +62,8 @@ class DispatchMode(EnteredMode):
         unrouted = attention_calls.spelled(func) if read is None and call.must_route else None
         if unrouted is not None and call.alive():
             raise NotImplementedError(
-                f"{call.binding.name} calls {unrouted}, which cannot be routed to "
-                "context-parallel attention yet. Call F.scaled_dot_product_attention or flex_attention, or use "
+                f"{call.binding.name} calls {unrouted}, which cannot be routed to context-parallel attention yet. It "
+                "would attend to this rank's share only. Call F.scaled_dot_product_attention or flex_attention, or use "
                 "ulysses_degree=None with qkv_indices on a module that receives q, k, v, where any kernel works"
             )
         if (
@@ -83,7 +83,7 @@ def _check_decoding(call: RunningCall, cache: SplitCache) -> None:
         )
     if call.exchanged is not None and call.exchanged.cp.ulysses.size > 1:
         raise NotImplementedError(
-            f"{name} calls decode_attention after its heads were exchanged, but new tokens are the same on every rank. "
+            f"{name} calls decode_attention after its heads were exchanged. New tokens are the same on every rank. "
             "Put the style on a module that computes q, k, v itself, with qkv_indices=None"
         )
 

@@ -86,8 +86,8 @@ def unwrap(
     cp_dims = cp.within(mesh, f"{module}: q")
     if cp_dims and layout != "contiguous":
         raise ValueError(
-            f"{module}: q is placed {q.placements} on a mesh with the cp dimension, which means contiguous order, but "
-            f"layout={layout!r}. Pass DTensors without that dimension, or local tensors"
+            f"{module}: q is placed {q.placements} on a mesh with the cp dimension, with layout={layout!r}. Such a "
+            "placement means contiguous order. Pass DTensors without that dimension, or local tensors"
         )
     for what, x in zip("qkv", found, strict=False):
         if x.device_mesh != mesh:
@@ -127,7 +127,7 @@ def _check_placements(what: str, x: DTensor, cp_dims: list[int], seq_dim: int, h
             continue
         if i in cp_dims and dim is None:
             raise ValueError(
-                f"{where}: every cp rank has the whole sequence, so it was not dispatched. Redistribute it to "
+                f"{where}. Every cp rank has the whole sequence, so it was not dispatched. Redistribute it to "
                 f"Shard({seq_dim}), or dispatch the batch (ContextParallelHandler.dispatch)"
             )
         if i in cp_dims and dim != seq_dim:
@@ -135,7 +135,7 @@ def _check_placements(what: str, x: DTensor, cp_dims: list[int], seq_dim: int, h
         if i not in cp_dims and dim in (seq_dim, x.ndim - 1):
             part = "sequence" if dim == seq_dim else "size of a head"
             raise ValueError(
-                f"{where}: that splits the {part} over ranks outside the cp mesh. Redistribute it to "
+                f"{where}. That splits the {part} over ranks outside the cp mesh. Redistribute it to "
                 f"Shard({head_dim}) (heads) or Replicate()"
             )
 
@@ -145,8 +145,8 @@ def _check_even(what: str, x: DTensor, seq_dim: int, head_dim: int) -> None:
         if size % _ways(x, dim):
             noun = {seq_dim: "positions", head_dim: "heads"}.get(dim, "rows")
             raise ValueError(
-                f"{what} has {_quotient(x, dim, noun)}: not the same number on every rank. Change the number, or the "
-                "size of that mesh dimension"
+                f"{what} has {_quotient(x, dim, noun)}. Every rank must have the same number. Change the number, or "
+                "the size of that mesh dimension"
             )
 
 
@@ -158,7 +158,7 @@ def _beside(module: str, what: str, q: DTensor, x: DTensor, head_dim: int) -> Te
     if differ != _split_by(q, head_dim) or len(differ) > 1 or not isinstance(x.placements[differ[0]], Replicate):
         raise ValueError(
             f"{module}: q is placed {q.placements} and {what} {x.placements} on the mesh "
-            f"{q.device_mesh.mesh_dim_names}; they must be equal, or {what} Replicate() where q is Shard({head_dim}). "
+            f"{q.device_mesh.mesh_dim_names}. They must be equal, or {what} Replicate() where q is Shard({head_dim}). "
             "Redistribute one of them"
         )
     (i,) = differ

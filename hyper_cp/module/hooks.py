@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import checkpoint, flex_patch
-from .._torch.modules import calls_running
+from .._torch.modules import calls_running, numbered_alike
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..ops.checks import agree, check_shards, refuse_forward_mode
@@ -47,9 +47,10 @@ class AttentionHooks:
 
     def attach(self, module: nn.Module) -> None:
         """Register the hooks."""
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        # Runs after an exception too: nothing of a call may be left behind.
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        with numbered_alike(module):
+            module.register_forward_pre_hook(self.before, with_kwargs=True)
+            # Runs after an exception too: nothing of a call may be left behind.
+            module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     # ---- before the module's forward
 
@@ -127,8 +128,8 @@ class AttentionHooks:
                 torch.compiler.is_compiling() or outer.module is not module or calls_running(module) > 1
             ):
                 raise RuntimeError(
-                    f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both: "
-                    "the sequence would be exchanged twice. Apply it to one of them"
+                    f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both. The "
+                    "sequence would be exchanged twice. Apply it to one of them"
                 )
             # A KeyboardInterrupt ended that call: torch runs no hooks then.
             calls.remove(outer)
@@ -168,8 +169,8 @@ class AttentionHooks:
                 )
             if isinstance(x, DTensor) != isinstance(qkv[0], DTensor):
                 raise TypeError(
-                    f"{self.name}: q is a {type(qkv[0]).__name__}, but {what} a {type(x).__name__}. Make q, k, v all "
-                    "local tensors (use_local_output=True of their projections) or all DTensors"
+                    f"{self.name}: q is a {type(qkv[0]).__name__}, and {what} is a {type(x).__name__}. All three must "
+                    "be of one kind. Make them local tensors (use_local_output=True of their projections) or DTensors"
                 )
             if x.ndim < max(seq, head) + 2:
                 raise ValueError(

@@ -76,7 +76,7 @@ class StyledMesh:
             ):
                 raise ValueError(
                     f'kv_exchange="{exchange}" has no effect with ulysses_degree=None on a 1-D mesh of {mesh.size()} '
-                    "ranks: all of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
+                    "ranks. All of them exchange heads. Set ulysses_degree=1, or a divisor of the mesh for a hybrid"
                 )
             self.views = [cp_mesh.view(mesh, chosen)]  # type: ignore[arg-type]
         for cp in self.views:
@@ -108,7 +108,7 @@ class Binding:
     """
 
     def __init__(self, style: Style, mesh: DeviceMesh, name: str) -> None:
-        self.style, self.name = style, name
+        self.style, self._name, self._type = style, name, name
         self.stack = [StyledMesh(style, mesh, style.ulysses_degree)]
         """Mesh stack; the last one is active."""
         self.heads: tuple[int, int] | None = None
@@ -130,6 +130,16 @@ class Binding:
         self.compared: WeakSet[Agreement] = WeakSet()
         """Meshes on which the module has been compared with that of the other ranks."""
 
+    @property
+    def name(self) -> str:
+        """The name of the module in errors. In compiled code it is that of its type, so that equal blocks share one
+        graph."""
+        return self._type if torch.compiler.is_compiling() else self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
@@ -141,7 +151,7 @@ class Binding:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self.name} runs under ContextParallel on live process groups and cannot be pickled. Save "
+            f"{self.name} runs under ContextParallel and cannot be pickled. It holds live process groups. Save "
             "model.state_dict() instead, and apply the style again after loading"
         )
 

@@ -252,7 +252,9 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
             "(use_reentrant=False); for inference put torch.no_grad() around the module"
         )
     if request.documents is not None and call.documents is not None:
-        raise ValueError(f"{name} passes packed documents, and so does the caller. Drop one of them")
+        raise ValueError(
+            f"{name} passes packed documents, and so does the caller. A call has one table of documents. Leave one out"
+        )
     if exchanged is None or q.ndim != 4 or request.selects is not None:
         return
     if request.weight is not None:
@@ -263,7 +265,7 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
         )
     if tuple(q.shape[1:3]) != (exchanged.heads, exchanged.length) or _swapped(call, exchanged, request):
         raise ValueError(
-            f"{name} calls attention with a query of shape {tuple(q.shape)}; after the exchange of "
+            f"{name} calls attention with a query of shape {tuple(q.shape)}. After the exchange of "
             f"sequence and heads it should be [batch, {exchanged.heads} heads, {exchanged.length} positions, "
             "head size]. Check seq_dim and head_dim of ContextParallel: [B, S, H, D] inputs have 1 and 2, "
             "[B, H, S, D] inputs 2 and 1"

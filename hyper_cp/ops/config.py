@@ -35,7 +35,8 @@ class Mode:
     head_groups: int | Literal["auto"] = 1
     exchange_stages: int | Literal["auto"] = "auto"
     latents: bool | None = None
-    """In latent attention, True: latents travel. False: heads travel. None: what is fewer numbers of a token."""
+    """In latent attention, True: latents travel. False: heads travel. None: those that are fewer numbers for a
+    token."""
     exchange_dtype: torch.dtype | None = None
     """Keys, values and their gradients travel in this dtype where theirs is wider."""
     max_logits: bool = False

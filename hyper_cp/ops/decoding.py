@@ -189,8 +189,9 @@ def check_selected_keys(name: str, selected: Tensor, q: Tensor, cache: SplitCach
 def select_cached(
     q: Tensor, cache: SplitCache, weights: Tensor | None = None, *, topk: int, scale: float | None = None
 ) -> Tensor:
-    """The keys of a split cache that a lightning indexer selects for the last tokens, as :func:`select_keys` does for
-    the tokens of a sequence. Each rank sends ``(n - 1) * B * T * topk * 8`` bytes: its best keys.
+    """Select keys of a split cache for the last tokens, as :func:`select_keys` does for the tokens of a sequence.
+
+    Each rank sends ``(n - 1) * B * T * topk * 8`` bytes: its best keys.
 
     Args:
         q: queries of the indexer ``[B, H, T, D]`` of the last T positions of the cache, the same on every rank.

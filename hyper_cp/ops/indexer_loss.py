@@ -65,10 +65,11 @@ def indexer_loss(
     documents: Any = None,
     exchange_stages: int | str = "auto",
 ) -> Tensor:
-    """The loss of an indexer at each query of this rank: ``KL(p || softmax I)`` over the keys that the query sees.
+    """Compute the loss of an indexer at each query of this rank: ``KL(p || softmax I)`` over the keys that the query
+    sees.
 
-    I are the scores of :func:`select_keys`, p the weights of attention, summed over its heads and divided by their sum.
-    Without ``selected`` the sums run over all visible keys (dense warm-up), with it over the selected ones (sparse
+    I are the scores of :func:`select_keys`; p are the weights of attention, summed over its heads and divided by their
+    sum. Without ``selected`` the sums run over all visible keys (dense warm-up), with it over the selected ones (sparse
     training). ``ContextParallelHandler.mean_loss`` makes the mean over all ranks of what is returned.
 
     Args:
@@ -77,14 +78,14 @@ def indexer_loss(
         q: local queries ``[B, H, S/n, D]`` of attention, as it was called with them.
         k: its local keys ``[B, Hkv, S/n, D]``; or the ``(latent, rope, weight)``, ``(latent, rope, weight, bias)`` of
             :func:`latent_attention` (then in the absorbed form: as one key head of R + Dr numbers).
-        lse: its log-sum-exp ``[B, H, S/n]`` over the same keys: of attention with the same ``selected``.
-        mesh: the cp mesh (1-D) of n ranks, as in :func:`select_keys`. None: one device; an error inside a module with a
-            ``ContextParallel`` style, whose attention gives no log-sum-exp.
+        lse: the log-sum-exp ``[B, H, S/n]`` that attention with the same ``selected`` has returned.
+        mesh: the cp mesh (1-D) of n ranks, as in :func:`select_keys`. None: one device. Inside a module with a
+            ``ContextParallel`` style None raises, since attention without a mesh gives no log-sum-exp.
         selected: global positions ``[B, 1, S/n, k]``, as :func:`select_keys` returns them.
         heads_mesh: the 1-D mesh of the tensor-parallel ranks that share out the heads of attention; P is summed over
             them (block by block, ``[rows, keys]`` in fp32). They pass the same selection, and each then has the whole
             loss and all gradients.
-        scale: attention's. Default ``D ** -0.5``.
+        scale: the scale of attention; default ``D ** -0.5``.
         is_causal, layout, load_balance, attn_mask, window, documents, kv_exchange, exchange_stages: those of
             :func:`select_keys`.
 

@@ -40,7 +40,7 @@ def select_entries(
     layout: str = "contiguous",
     documents: Any = None,
 ) -> Tensor:
-    """The ``topk`` entries with the highest scores of each query of this rank, of those that it sees.
+    """Select, for each query of this rank, the ``topk`` entries with the highest scores among those that it sees.
 
     Entries are pooled keys of windows with a stride, which begin with each document. A query sees those of its document
     that end before it or at it. Scores are those of :func:`select_keys`. Nothing is communicated.
@@ -48,12 +48,12 @@ def select_entries(
     Args:
         q: local queries of the indexer ``[B, H, S/n, D]``.
         k: the keys of all entries, ``[B, 1, E, D]``, as :func:`gather_windows` returns them, the same on every rank.
-        weights: local weights of heads ``[B, H, S/n]``; None: all 1.
+        weights: the local weights of heads ``[B, H, S/n]``; None: all are 1.
         topk: the number of entries that a query selects.
-        every: tokens to an entry, as for :func:`windows`.
+        every: the number of tokens from one entry to the next, as for :func:`windows`.
         mesh: the cp mesh of n ranks.
-        scale: default ``D ** -0.5``.
-        layout, documents: those of :func:`windows`.
+        scale: the factor of ``q . k``; default ``D ** -0.5``.
+        layout, documents: as in :func:`windows`.
 
     Returns:
         Numbers of entries ``[B, 1, S/n, topk]``, int32, best first (of equal scores, the lower number); -1 where fewer
@@ -108,13 +108,13 @@ def tokens_of_entries(
     layout: str = "contiguous",
     documents: Any = None,
 ) -> Tensor:
-    """The tokens of the entries that each query of this rank has selected, for ``attention(selected=)``.
+    """List the tokens of the entries that each query of this rank has selected, for ``attention(selected=)``.
 
     Args:
         selected: numbers of entries ``[B, 1, S/n, k]``, as :func:`select_entries` returns them.
-        tail: also the tokens of the query's document behind its last complete entry, up to the query: ``every - 1`` at
-            most.
-        every, mesh, layout, documents: those of :func:`select_entries`.
+        tail: list also the tokens of the query's document after its last complete entry, up to the query; these are
+            ``every - 1`` at most.
+        every, mesh, layout, documents: as in :func:`select_entries`.
 
     Returns:
         Global positions ``[B, 1, S/n, k * every + (every - 1 if tail else 0)]``, int32; -1 is none.

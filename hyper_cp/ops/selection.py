@@ -54,7 +54,8 @@ def select_keys(
     documents: Any = None,
     exchange_stages: int | str = "auto",
 ) -> Tensor:
-    """The ``topk`` keys with the highest scores of each query of this rank (the lightning indexer of DeepSeek V3.2).
+    """Select, for each query of this rank, the ``topk`` keys with the highest scores (DeepSeek V3.2's lightning
+    indexer).
 
     The score of query t and key s is ``sum over heads h of weights[t, h] * relu(scale * q[t, h] . k[s])``, in fp32
     (of fp64 inputs in fp64, and compared in fp32). Of equal scores, the lower position is taken, on any number of

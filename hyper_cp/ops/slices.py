@@ -53,10 +53,10 @@ def mask_of_slices(
             * ``"bicausal"``: if both hold.
 
             Numbers 0 to 3 mean these kinds, too. A pair in several slices is visible once.
-        length: S, the number of all queries.
-        keys: the number of all keys, if it is another one (cross-attention).
-        block_size: queries, and keys, of a block.
-        device: that of the queries.
+        length: S, the number of queries of the whole sequence.
+        keys: the number of keys, if it is another one (cross-attention).
+        block_size: the number of queries, and of keys, of a block.
+        device: the device of the queries.
 
     Returns:
         A ``BlockMask``. Equal arguments give the same object while it lives, and layers share what is made of it.
@@ -115,7 +115,10 @@ def _checked(slices: Any, length: int, keys: int) -> tuple[Slice, ...]:
             if not all(map(is_int, (q0, q1, k0, k1, kind))):
                 raise TypeError("a start or stop is no int")
         except (TypeError, ValueError) as error:
-            raise TypeError(f"slices[{number}]={given!r} is no slice. {_REMEDY}") from error
+            raise TypeError(
+                f"slices[{number}]={given!r} is no slice. A slice is a range of queries, one of keys, and a kind. "
+                f"{_REMEDY}"
+            ) from error
         if not (0 <= q0 <= q1 <= length and 0 <= k0 <= k1 <= keys):
             raise ValueError(
                 f"slices[{number}]={given!r} does not lie within {length} queries and {keys} keys. Ranges are (start, "

@@ -20,7 +20,8 @@ def cost_model(
     measured: Any = None,
     fixed: float = 0.0,
 ) -> CostModel:
-    """The costs of samples of this model, in seconds of a cluster's devices, for :class:`DynamicContextParallel`.
+    """Return the costs of samples of this model, in seconds of a cluster's devices, for
+    :class:`DynamicContextParallel`.
 
     Attention is counted by visible pairs: all of them in full layers, those of the window in sliding ones, of selected
     keys and entries the selected ones and the indexer's scores (one of a pool, where keys are pooled). Recurrent layers
@@ -32,7 +33,14 @@ def cost_model(
         tokens_per_rank, degree: the scheduler's budget and its widest degree. The part of the exchange that is not
             hidden is the largest that :func:`plan` finds up to this degree, with that many tokens on each rank.
         cluster, measured: as for :func:`plan`.
-        fixed: seconds of a micro-batch, whatever its size.
+        fixed: the seconds that a micro-batch takes whatever its size.
+
+    Returns:
+        A :class:`CostModel` whose costs are seconds.
+
+    Raises:
+        ValueError: for numbers that are not positive, or an unknown cluster.
+        TypeError: for a model without the sizes on which the cost depends.
 
     Example::
 

@@ -64,9 +64,10 @@ def layout_of_mask(mask: Any, *, chunks_per_rank: int = 8) -> str:
     ``layout="balanced"`` needs none, and places them by what travels too.
 
     Args:
-        mask: of the whole sequence, the same on all ranks: a ``BlockMask`` (a block of pairs counts, whatever is hidden
-            in it), or booleans ``[..., S, S]``, True where a query (dimension -2) sees a key.
-        chunks_per_rank: more balance better, and make smaller tiles. S must be a multiple of this times the ranks.
+        mask: the mask of the whole sequence, the same on all ranks: a ``BlockMask`` (each listed block counts as
+            visible), or booleans ``[..., S, S]``, True where a query (dimension -2) sees a key.
+        chunks_per_rank: the number of chunks that each rank holds. More balance better, and make smaller tiles. S must
+            be a multiple of this times the number of ranks.
 
     Returns:
         A name made of the mask's contents.
@@ -90,7 +91,7 @@ def layout_of_mask(mask: Any, *, chunks_per_rank: int = 8) -> str:
         )
     done = np.append(0.0, np.cumsum(_work_of_rows(mask)))
     if not done[-1]:
-        raise ValueError("mask hides every pair, and no rank has work. Pass the mask that attention uses")
+        raise ValueError("mask hides every pair. No rank would have work. Pass the mask that attention uses")
     name = f"mask_{hashlib.blake2b(done.tobytes(), digest_size=8).hexdigest()}_{chunks_per_rank}"
 
     @lru_cache(maxsize=8)

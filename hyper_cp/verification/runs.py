@@ -158,7 +158,7 @@ class Runs:
             trace = recorder.trace
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
                 got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise TypeError(f"loss_fn returned {got}. verify compares one loss. Return a tensor with one number")
+                raise TypeError(f"loss_fn returned {got}. One loss is compared. Return a tensor with one number")
             trace.loss = loss.detach().double().item()
             if loss.requires_grad:
                 loss.backward()
@@ -191,8 +191,8 @@ class Runs:
         first = logits if isinstance(logits, Tensor) else next((x for _, x in tensors(output)), None)
         if first is None or not first.is_floating_point():
             raise TypeError(
-                f"the model returned a {type(output).__name__} without a floating-point tensor. verify compares losses "
-                "and gradients. Pass loss_fn(model, batch, handler), which returns the loss of your training step"
+                f"the model returned a {type(output).__name__} without a floating-point tensor. Losses and gradients "
+                "are compared. Pass loss_fn(model, batch, handler), which returns the loss of your training step"
             )
         if labels is not None and first.shape[:-1] == labels.shape:
             return handler.mean_loss(first, labels)
@@ -203,7 +203,7 @@ class Runs:
         if first.ndim < 2 or first.shape[1] != len(at):
             raise ValueError(
                 f"the model returned {tuple(first.shape)}, which does not have the {len(at)} local positions in "
-                "dimension 1. verify does not know its loss. Pass loss_fn(model, batch, handler)"
+                "dimension 1. Its loss is not known. Pass loss_fn(model, batch, handler)"
             )
         return handler.mean_loss(_weighted(first, at.to(first.device)), mask=_counted(first, at, known))
 
@@ -291,7 +291,7 @@ def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise TypeError(
             f"the forward of {type(model).__name__} needs {', '.join(missing)}, but the batch has {list(batch)}. "
-            "verify passes entries by name. Rename the entries, or pass loss_fn(model, batch, handler), which calls "
+            "Entries are passed by name. Rename the entries, or pass loss_fn(model, batch, handler), which calls "
             "the model as your training step does"
         )
     return {name: batch[name] for name in parameters if name in batch}

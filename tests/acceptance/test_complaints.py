@@ -22,7 +22,6 @@ from tests.harness.attention_case import (
     check,
     cp_mesh,
     inputs,
-    run_cases,
     run_module,
 )
 from tests.harness.oracle import plain_attention, relative_error
@@ -101,27 +100,6 @@ def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
     ranks.raises(2, ValueError, "call attention with different shapes", call, MODES[3], [8, 7], [[0, 5, 16]] * 2)
 
 
-# ---- 2. Masks dropped; sliding-window layers trained as full causal (TransformerEngine #2052, accelerate #4177).
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_windows_and_masks_are_never_dropped(ranks: Any, world: int) -> None:
-    chosen = [
-        {"ulysses_degree": degree, "kv_exchange": exchange, "layout": layout, "load_balance": balance}
-        for degree in (1, 2)
-        for exchange, layout, balance in (
-            ("ring", "head_tail", False),
-            ("all_gather", "contiguous", True),
-            ("all_gather", "head_tail", False),
-        )
-        if not (exchange == "ring" and degree == world)
-    ]
-    cases = [AttentionCase(16 * world, True, window=(5, None), **mode) for mode in chosen]
-    cases += [AttentionCase(16 * world, mask=kind, **mode) for mode in chosen for kind in ("padding", "float")]
-    check(ranks(world, run_cases, cases), FP64)
-
-
 # ---- 3. Ulysses wants K/V heads divisible by the degree (prime-rl #3042, LlamaFactory #10794, DeepSpeed #6392).
 # ---- 6. Head dims of multi-head latent attention (TransformerEngine #1552 #2868).
 
@@ -136,15 +114,6 @@ def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any) -> None:
         for kv_heads, v_dim in (forms if mode["ulysses_degree"] == 1 else forms[:2])
     ]
     check(ranks(4, errors_of_modules, cases), FP64)
-
-
-def test_ulysses_shares_kv_heads(ranks: Any) -> None:
-    cases = [
-        AttentionCase(16, True, batch=1, heads=12, kv_heads=kv_heads, ulysses_degree=degree)
-        for kv_heads in (1, 2, 3, 6)
-        for degree in (2, None)
-    ]
-    check(ranks(4, run_cases, cases), FP64)
 
 
 # ---- 12. A ring that moves K/V heads repeated for grouped queries (torchtitan #1283).

@@ -182,7 +182,7 @@ def test_a_thousand_samples_on_64_ranks_take_less_than_a_second() -> None:
 
 def test_a_sample_that_does_not_fit_is_an_error_with_ways_out() -> None:
     lengths = [10, 100_001]
-    with pytest.raises(ValueError, match=r"lengths\[1\]=100001 does not fit: the widest degree is 4, and 4 ranks") as e:
+    with pytest.raises(ValueError, match=r"lengths\[1\]=100001 does not fit. The widest degree is 4, and 4 ranks") as e:
         DynamicContextParallel(8, 1000, COST, degrees=[1, 4]).plan(lengths)
     cut, budget, degree = (
         int(re.search(pattern, str(e.value))[1])  # type: ignore[index]

@@ -71,9 +71,9 @@ def test_workers_plan_ahead_in_the_same_order_and_are_resumed() -> None:
 def test_errors() -> None:
     scheduler = DynamicContextParallel(2, 16, CostModel(1.0, 0.02))
     cases: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        (r"lengths\[1\]=33 does not fit: the widest degree is 2", ([0, 0], [4, 33], scheduler), {}),
+        (r"lengths\[1\]=33 does not fit. The widest degree is 2", ([0, 0], [4, 33], scheduler), {}),
         ("lengths has 1 entries, and the dataset 2 samples", ([0, 0], [4], scheduler), {}),
-        ("rank=2 is not among the 2 ranks", ([0], [4], scheduler), {"rank": 2}),
+        ("rank=2 is not below 2", ([0], [4], scheduler), {"rank": 2}),
         ("batch_size=0 must be an int of at least 1", ([0], [4], scheduler), {"batch_size": 0}),
     ]
     for text, args, options in cases:

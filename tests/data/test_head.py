@@ -309,9 +309,9 @@ def split_refusals() -> list[str]:
 def test_other_placements_are_refused(ranks: Any) -> None:
     words = [
         "Only a vocabulary that one dimension of a mesh splits",
-        r"left on this rank. Use ColwiseParallel\(output_layouts=Replicate\(\)\)",
+        r"left on this rank. The head splits its output. Use ColwiseParallel\(output_layouts=Replicate\(\)\)",
         "hidden is a local tensor. If that is FSDP.*If it is tensor parallelism",
-        "redistribute it to Replicate",
+        "Redistribute it to Replicate",
         "apply fully_shard to the head too",
     ]
     for found in ranks(2, split_refusals):

@@ -173,11 +173,11 @@ def test_values_and_refusals(ranks: Any) -> None:
         "ValueError: x of shape (2, 6) comes without length, and this batch of 11 positions was padded to 12",
         "ValueError: reduce='max' is unknown",
         "ValueError: x has shape (2, 6) and dtype torch.int32",
-        "ValueError: length=8 does not pad to the 12 positions",
+        "ValueError: length=8 pads to 8 positions. The ranks hold 12",
         "ValueError: mask has shape (2, 11), and x holds 2 x 6 tokens",
         "ValueError: gradients='shares' is unknown",
         "ValueError: documents=[0, 5, 6, 8] must be",
-        "ValueError: layout='per_document' places tokens by documents, and pool got none",
+        "ValueError: pool got no documents with layout='per_document'",
     ]
     for found in ranks(2, values_and_refusals):
         for text, start in zip(found, expected, strict=True):

@@ -406,6 +406,37 @@ def _ltx2(draw: Draw) -> Made:
     return {**config, "audio_gated_attn": True, "audio_cross_attn_mod": True}, inputs
 
 
+def _fibo2(draw: Draw) -> Made:
+    config = {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4, "cap_feat_dim": 10}
+    config |= {"injection_layer_ids": (1,), "perceiver_num_layers": 1, "min_num_gist_tokens": 4, "gist_step": 2}
+    config |= {"max_num_gist_tokens": 8, "gist_min_text_len": 3, "gist_max_text_len": 7, "axes_dims": (4, 2, 2)}
+    inputs = {"hidden_states": draw(2, 4, 10, 14), "encoder_hidden_states": draw(2, 2, TEXT, 10), **_times()}
+    inputs |= {"encoder_attention_mask": _MASK.bool(), "context_latents": [draw(2, 4, 6, 8)]}
+    return {**config, "axes_lens": (32, 32, 32)}, inputs
+
+
+def _refiner(draw: Draw) -> Made:
+    made, inputs = _ltx2(draw)
+    config = {
+        name: x for name, x in made.items() if "audio" not in name and name not in ("perturbed_attn", "cross_attn_mod")
+    }
+    names = "hidden_states", "encoder_hidden_states", "encoder_attention_mask"
+    inputs = {name: inputs[name] for name in names} | {"timestep": draw(2, 45).abs()}
+    return config, {**inputs, "video_rotary_emb": (draw(2, 45, 48), draw(2, 45, 48))}
+
+
+def _qwen21(draw: Draw) -> Made:
+    config = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "context_in_dim": 12, "axes_dims_rope": (4, 2, 2)}
+    slots = torch.tensor([0, 0, 1, 0, 0, 0] + [1] * 5).bool().expand(2, -1)  # an image in the prompt, and the new one
+    inputs = {"hidden_states": draw(2, 24, 4), "encoder_hidden_states": draw(2, TEXT, 12), **_times()}
+    inputs |= {
+        "img_shapes": [[(1, 2, 2), (1, 4, 5)]] * 2,
+        "img_mask": slots,
+        "encoder_hidden_states_mask": _MASK.bool(),
+    }
+    return {**config, **_HEADS}, inputs
+
+
 _CHROMA = {"approximator_num_channels": 8, "approximator_hidden_dim": 12, "approximator_layers": 1}
 MADE = {
     "FluxTransformer2DModel": lambda draw: _with(
@@ -465,6 +496,9 @@ MADE = {
     "WanAnimateTransformer3DModel": _animate,
     "HeliosTransformer3DModel": _helios,
     "LTX2VideoTransformer3DModel": _ltx2,
+    "BriaFibo2Transformer2DModel": _fibo2,
+    "QwenImage21Transformer2DModel": _qwen21,
+    "SanaWMLTX2RefinerTransformer3DModel": _refiner,
 }
 
 
@@ -485,21 +519,17 @@ def tiny_transformer(name: str, changes: dict[str, Any] | None = None) -> tuple[
 
 _STREAMS = "two streams of tokens (video and audio, or a reference), which its blocks join"
 _LINEAR = "linear attention: sums over all tokens beside the attention calls"
-_SEGMENTS = "its blocks cut their tokens at places counted over the whole sequence"
 NOT_SUPPORTED = {
     "AnyFlowFARTransformer3DModel": "flex_attention with a mask of blocks of the whole sequence; not tried",
-    "BriaFibo2Transformer2DModel": "some blocks compress the prompt with attention of their own; not tried",
     "Cosmos3OmniTransformer": "two sequences, of which one is causal and the other attends to both; not tried",
     "Kandinsky6SRTransformer3DModel": "attention selects blocks of keys by averages over the whole sequence",
     "Kandinsky6Transformer3DModel": _STREAMS,
     "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",
     "NucleusMoEImageTransformer2DModel": "each expert chooses its tokens among those of the whole sequence",
     "PriorTransformer": "a single embedding of an image behind a prompt: too short to split",
-    "QwenImage21Transformer2DModel": _SEGMENTS,
     "RFD4ProteinaTransformer": "features of all pairs of tokens beside the attention calls",
     "SanaTransformer2DModel": _LINEAR,
     "SanaVideoTransformer3DModel": _LINEAR,
-    "SanaWMLTX2RefinerTransformer3DModel": _STREAMS,
     "SanaWMTransformer3DModel": _LINEAR,
     "TransformerTemporalModel": "attention of each place over frames",
     "WanAnimate2Transformer3DModel": "attention over a cache of reference tokens; not tried",

@@ -14,6 +14,8 @@ AUDIO = 57
 MEL, FRAMES = 16, 40
 LONG = 200
 """Frames of clips for encoders that cut them into pieces of 100."""
+WAVE = 2000
+"""Samples of clips for encoders whose first rows see 400 of them."""
 SIZES: dict[str, Any] = {
     **_each("d_model hidden_size", 16),
     **_each("encoder_layers num_hidden_layers num_layers", 2),
@@ -80,14 +82,15 @@ def clips(model: Any, seed: int = 11) -> dict[str, Any]:
     """The entries of two clips, the second of which is shorter."""
     inner = owner(model)
     config = inner.config
-    names = inspect.signature(type(inner).get_audio_features).parameters
+    names = inspect.signature(getattr(type(inner), "get_audio_features", inner.forward)).parameters
     generator = torch.Generator().manual_seed(seed)
     kind = config.model_type
-    if "input_values" in names:  # of a waveform
-        values, mask = torch.randn(2, FRAMES, generator=generator, dtype=torch.float64), torch.ones(2, FRAMES)
-        mask[1, 24:] = 0
+    if "input_values" in names:  # a waveform
+        length = WAVE if kind == "omniasr" else FRAMES
+        values, mask = torch.randn(2, length, generator=generator, dtype=torch.float64), torch.ones(2, length)
+        mask[1, length * 3 // 5 :] = 0
         name = next(x for x in ("padding_mask", "input_values_mask") if x in names)
-        values = values[:, None] if kind == "vibevoice_asr" else values
+        values = values[:, None] if kind in ("vibevoice_asr", "omniasr") else values
         return {"input_values": values, name: mask.bool()}
     frames = LONG if kind.startswith("qwen3") else FRAMES
     frames_first = kind.startswith(("granite_speech", "gemma", "fun_asr", "nemo"))
@@ -113,6 +116,9 @@ def one_clip(entries: dict[str, Any], i: int) -> dict[str, Any]:
 def rows_of_clips(model: Any, entries: dict[str, Any]) -> list[int]:
     """The numbers of rows that the model makes of each clip."""
     inner, found = owner(model), []
+    if model.config.model_type == "qwen2_audio":
+        lengths = inner.audio_tower._get_feat_extract_output_lengths(entries["feature_attention_mask"].sum(1))
+        return list(lengths[1].tolist())
     taken = inspect.signature(type(inner).get_audio_features).parameters
     for i in range(2):
         one = one_clip(entries, i)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.attention_case import cp_mesh
 
 VOCABULARY = 61
 SMALL = {
@@ -87,3 +91,11 @@ def tokens(length: int, rows: int = 2) -> Tensor:
 def gradients(model: Any) -> list[Tensor]:
     """The gradient of every parameter; zeros where there is none."""
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    """A copy of a model that is prepared in a mode on all ranks, and the handler of its batches."""
+    from hyper_cp.integrations.transformers import prepare_model
+
+    mesh, style = cp_mesh(), ContextParallel(**mode)
+    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)

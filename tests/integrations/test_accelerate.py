@@ -170,36 +170,31 @@ def samples(count: int) -> list[dict[str, Tensor]]:
     return found
 
 
+def arguments_of(directory: str, **changes: Any) -> Any:
+    """Arguments of a trainer of three steps of plain SGD on the CPU."""
+    from transformers import TrainingArguments
+
+    options: dict[str, Any] = {
+        **{"use_cpu": True, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 3},
+        **{"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_grad_norm": 0.0},
+        **{"train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no"},
+        **{"report_to": [], "disable_tqdm": True},
+    }
+    return TrainingArguments(directory, **options | changes)
+
+
 @on_ranks
 def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) -> dict[str, float]:
     """Train three steps and evaluate seven sequences, two a rank, so that the last batch is not full. With a chunked
     loss there are no predictions."""
-    from transformers import TrainingArguments
-
     from hyper_cp.hf import ParallelismConfig, Trainer
 
     accelerator_of(cp_size=cp, dp_shard_size=dist.get_world_size() // cp).state._reset_state(True)
     dp = dist.get_world_size() // cp
     train, evaluation, model = samples(6 * dp), samples(7), make("llama").float()
     oracle = copy.deepcopy(model)
-    arguments = TrainingArguments(
-        directory,
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        train_sampling_strategy="sequential",
-        optim="sgd",
-        learning_rate=0.05,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        parallelism_config=ParallelismConfig(cp_size=cp, dp_shard_size=dp),
-        prediction_loss_only=chunked_loss,
-    )
+    degrees = ParallelismConfig(cp_size=cp, dp_shard_size=dp)
+    arguments = arguments_of(directory, parallelism_config=degrees, prediction_loss_only=chunked_loss)
     seen: dict[str, Tensor] = {}
 
     def metrics(found: Any) -> dict[str, float]:
@@ -269,26 +264,13 @@ def test_trainer(ranks: Any, tmp_path: Any, cp: int, layout: str, world: int, ch
 @on_ranks
 def saved_and_resumed(cp: int, directory: str, last: int) -> float:
     """Error of the losses of a run up to step ``last`` that begins where the one before has saved."""
-    from transformers import TrainingArguments
-
     from hyper_cp.hf import ParallelismConfig, Trainer
 
     accelerator_of(**({"cp_size": cp} if cp > 1 else {})).state._reset_state(True)
     model, oracle = make("llama").float(), make("llama").float()
-    arguments = TrainingArguments(
-        directory,
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        optim="adamw_torch",
-        learning_rate=0.01,
-        lr_scheduler_type="constant",
-        max_steps=last,
-        logging_steps=1,
-        save_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        parallelism_config=ParallelismConfig(cp_size=cp),
-    )
+    changes = {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": last, "train_sampling_strategy": "random"}
+    changes |= {"max_grad_norm": 1.0, "save_strategy": "steps", "save_steps": 2}
+    arguments = arguments_of(directory, parallelism_config=ParallelismConfig(cp_size=cp), **changes)
     style = ContextParallel(ulysses_degree=1, layout="head_tail")
     trainer = Trainer(model, arguments, train_dataset=samples(8), style=style)  # in a random order
     trainer.train(resume_from_checkpoint=last > 2)
@@ -314,7 +296,7 @@ def test_trainer_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: Any) 
 @on_ranks
 def routed(option: str, directory: str) -> dict[str, float]:
     """Train three steps of two batches, with a router loss, where Trainer does not multiply losses by the ranks."""
-    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
     from hyper_cp.integrations.accelerate import ParallelismConfig
     from hyper_cp.integrations.trainer import ContextParallelTrainer
@@ -328,23 +310,10 @@ def routed(option: str, directory: str) -> dict[str, float]:
     model = MixtralForCausalLM(MixtralConfig(**SMALL, **moe, attn_implementation="sdpa"))
     counted, train = option != "accepts_loss_kwargs", samples(12)
     model.accepts_loss_kwargs, oracle = counted, copy.deepcopy(model)
-    arguments = TrainingArguments(
+    arguments = arguments_of(
         directory,
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
         gradient_accumulation_steps=2,
         average_tokens_across_devices=option != "average_tokens_across_devices",
-        train_sampling_strategy="sequential",
-        optim="sgd",
-        learning_rate=0.05,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         parallelism_config=ParallelismConfig(cp_size=2),
         prediction_loss_only=True,
     )

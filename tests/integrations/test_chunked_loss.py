@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.data import head
 from hyper_cp.memory import MemoryCounter
-from tests.harness.hf_models import SMALL, VOCABULARY, InDouble, make, tokens
+from tests.harness.hf_models import SMALL, VOCABULARY, InDouble, gradients, make, tokens
 from tests.harness.oracle import absolute_error, relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -50,10 +50,6 @@ def batch_of(length: int = 22) -> dict[str, Any]:
     labels = ids.clone()
     labels[0, :7] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def gradients(model: Any) -> list[Tensor]:
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 @on_ranks

@@ -53,10 +53,10 @@ logits and the gradients of all parameters with those of one device, in double p
 - The reason of an exact row names the types of its layers, unless they are all `full_attention`.
 - transformers' own `supports_context_parallel` refuses every other type of layer, and a sliding window:
   {left_out} of the exact types, as they are built here.
-- "not tried" means that the test has no tiny configuration. (Models of images, audio and text have a text model, which
-  is a type of its own.)
+- "not tried" means that the type does not run by itself here, with the reason. (Models of images, audio and text have
+  a text model, which is a type of its own.)
 - `mistral_large4_text` is no type of `AutoModelForCausalLM`. Its hidden states are exact (`test_selected_models.py`).
-  Nor is `glm5_next`, whose text and images are exact (`test_selected_pools.py` and [image models](image_models.md)).
+  Nor is `glm5_next`, whose text and images are exact (`test_sparse_families.py` and [image models](image_models.md)).
 - Packed documents (position ids that restart, or cumulative lengths) are kept apart in every type, as transformers'
   flash attention does. In SDPA on one device some types let documents see each other, because their masks are made
   without position ids: `afmoe`, `bert`, `bert-generation`, `biogpt`, `electra`, `ernie`, `falcon` and `gpt_oss`.
@@ -65,7 +65,7 @@ logits and the gradients of all parameters with those of one device, in double p
 LOSS = "with the loss of `handler.mean_loss`, without labels"
 WHOLE_LOGITS = {
     *("bert", "bert-generation", "camembert", "data2vec-text", "dory", "ernie", "megatron-bert", "rembert", "roberta"),
-    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
     *("gemma3", "gemma4"),
 }
 """Exact types that refuse a chunked loss: their head is no ``nn.Linear`` of theirs, or, on one rank, they make masks

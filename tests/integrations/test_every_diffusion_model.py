@@ -243,5 +243,6 @@ def sharded_and_recomputed(names: list[str]) -> dict[str, float]:
 
 def test_fsdp2_and_gradient_checkpointing(ranks: Any) -> None:
     names = [f"{name}Model" for name in ("FluxTransformer2D", "WanTransformer3D", "SD3Transformer2D")]
+    names.append("QwenImageTransformer2DModel")
     for found in ranks(2, sharded_and_recomputed, names):
         assert max(found.values()) <= 5e-6, found

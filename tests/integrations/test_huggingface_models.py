@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from hyper_cp import context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import SMALL, InDouble, make, tokens
+from tests.harness.hf_models import SMALL, InDouble, gradients, make, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -40,18 +39,6 @@ def model_of(kind: str, **changes: Any) -> Any:
         for p in model.parameters():
             p.normal_(0, 0.3)
     return model
-
-
-def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
-    from hyper_cp.integrations.transformers import prepare_model
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    style = ContextParallel(**mode)
-    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
-
-
-def gradients(model: Any) -> list[Tensor]:
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 def errors(model: Any, batch: dict[str, Any], **forward: Any) -> float:
@@ -410,7 +397,7 @@ REFUSED = [
         "NotImplementedError",
         "BertSelfAttention of an encoder got padding before tokens",
     ),
-    ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states, which are another sequence"),
+    ("two sequences", "NotImplementedError", "BertModel got encoder_hidden_states. They are another sequence"),
     ("encoder-decoder", "NotImplementedError", "T5Model is an encoder-decoder without a head"),
     (
         "shared biases",

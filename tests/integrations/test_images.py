@@ -199,7 +199,8 @@ def heard(kind: str, with_images: bool) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "with_images"), [("voxtral", False), ("granite_speech", False), ("qwen2_5_omni_thinker", True)]
+    ("kind", "with_images"),
+    [("voxtral", False), ("granite_speech", False), ("qwen2_audio", False), ("qwen2_5_omni_thinker", True)],
 )
 def test_audio_is_exact_and_each_clip_is_encoded_once(ranks: Any, kind: str, with_images: bool) -> None:
     """Positions of several axes count audio, too."""

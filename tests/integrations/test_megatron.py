@@ -162,7 +162,7 @@ def rolls(layout: str) -> None:
     want = torch.where(torch.isin(torch.arange(1, 41), torch.tensor(ends[tuple(LENGTHS)])), 0, x + 1)
     if layout == "per_document":  # placed with its padding, or without it?
         words = error_of(lambda: handler.roll_tensor(share, packed_seq_params=given))
-        assert words.startswith("ValueError: packed_seq_params has padding between documents, and layout='per_doc")
+        assert words.startswith("ValueError: packed_seq_params has padding between documents, with layout='per_doc")
         batch = handler.get_batch_on_this_cp_rank(
             {"tokens": x, "cu_seqlens": LENGTHS, "cu_seqlens_padded": PADDED}, is_hybrid_cp=False
         )

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.integrations.huggingface.selected import _EXPECTED, _Scores, has_indexer_seam
+from hyper_cp.integrations.huggingface.selected import has_indexer_seam
 from hyper_cp.mesh import comm
 from hyper_cp.ops.kernels.indexer import BestKeys
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, tokens
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 hf = pytest.importorskip("transformers")
 
@@ -296,15 +296,27 @@ def test_each_family_has_the_known_indexer() -> None:
     assert not any(has_indexer_seam(x) for x in vars(other).values() if isinstance(x, type))
 
 
-def test_other_scores_are_refused() -> None:
-    q, k = torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 4)
-    with pytest.raises(NotImplementedError, match="scores keys by transpose, float, unsqueeze, matmul, sigmoid"):
-        torch.matmul(q, _Scores("Other", k).transpose(-1, -2).float().unsqueeze(1)).sigmoid()
-    with pytest.raises(NotImplementedError, match=f"does {', '.join(_EXPECTED)}"):
-        _Scores("Other", k).transpose(-1, -2).float() * 2.0
-    with pytest.raises(NotImplementedError, match="given as a tensor"):
-        scores = torch.matmul(q, _Scores("Other", k).transpose(-1, -2).float().unsqueeze(1))
-        torch.matmul(torch.ones(1, 3, 1, 2), torch.nn.functional.relu(scores)).squeeze(-2) + torch.zeros(1, 3, 3)
+@on_ranks
+def refused(dtype: torch.dtype | None) -> str:
+    """The error for a mask of pairs; without one, for an indexer that scores keys otherwise."""
+    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
+
+    model, style = made("deepseek_v32"), ContextParallel(**MODES["ring"])
+    if dtype is None:
+        with patch.object(type(model.model.layers[0].self_attn.indexer), "forward", lambda self, *args: None):
+            return error_of(lambda: prepare_model(model, cp_mesh(), style=style))
+    prepare_model(model, cp_mesh(), style=style)
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=dtype)
+    local = prepare_batch(ContextParallelHandler(cp_mesh(), style), batch_of("plain") | {"attention_mask": mask})
+    return error_of(lambda: model(**local))
+
+
+def test_masks_of_pairs_and_other_scores_are_refused(ranks: Any) -> None:
+    for dtype in torch.bool, torch.float64:
+        for message in ranks(2, refused, dtype):
+            assert "DeepseekV32Indexer selects keys under an attention mask that was given as a tensor" in message
+    for message in ranks(2, refused, None):
+        assert message.startswith("NotImplementedError: DeepseekV32Model has layers of type indexed_attention")
 
 
 @on_ranks

@@ -248,7 +248,7 @@ def refused(case: str) -> None:
     [
         ("masks of a share", "NotImplementedError", "attention_modules are of the types VarlenInnerAttention"),
         ("pattern", "ValueError", r"'blocks.\*.attention' matches no module of Decoder"),
-        ("window", "ValueError", r"window=\(3, 0\).*VarlenInnerAttention has its own"),
+        ("window", "ValueError", r"window=\(3, 0\).*VarlenInnerAttention has a window of its own"),
         ("twice", "ValueError", "layers.0.attention.inner_attention is context parallel already"),
         ("block mask", "NotImplementedError", "masks of type Tensor.*cu_seq_q"),
         ("score_mod", "NotImplementedError", "called with score_mod"),

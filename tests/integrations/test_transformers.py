@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_modes
-from tests.harness.hf_models import NAMES, InDouble, make, tokens
+from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -23,23 +23,8 @@ pytest.importorskip("transformers")
 MODES = named_modes("Ulysses", "all-gather", "ring", "all-gather, load_balance", "hybrid of 2, ring")
 
 
-def cp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
-def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
-    from hyper_cp.integrations.transformers import prepare_model
-
-    mesh, style = cp_mesh(), ContextParallel(**mode)
-    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
-
-
 Answer = tuple[Tensor, list[Tensor]]
 """The loss and the gradients of all parameters."""
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 def unsharded(model: Any, batch: dict[str, Any]) -> Answer:
@@ -324,7 +309,7 @@ def refused(case: str) -> None:
     ("case", "error", "words"),
     [
         ("twice", "ValueError", "prepared for context parallelism already"),
-        ("window", "ValueError", r"window=\(4, 0\).*the model decides"),
+        ("window", "ValueError", r"window=\(4, 0\).*The model says which"),
         ("unprepared", "RuntimeError", "LlamaAttention.*prepare_model"),
         ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
         ("cache", "NotImplementedError", "use_cache=False"),

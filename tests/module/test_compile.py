@@ -109,6 +109,37 @@ def test_fullgraph_compile_equals_eager_without_recompiling(ranks: Any, world: i
     assert max(ranks(world, compiled_equals_eager, world, modes, "aot_eager", timeout=300)) <= 1e-12
 
 
+class OwnHeads(Block):
+    """An attention module that computes q, k and v itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in self.qkv(x).split([32, 16, 16], -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+@on_ranks
+def many_blocks(world: int) -> tuple[float, int]:
+    """The error of ten blocks that are compiled one by one, and the number of graphs."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), OwnHeads()) for _ in range(10)]).double()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    parallelize_module(model, mesh, {"*.1": ContextParallel(qkv_indices=None, **RING)})
+    x = torch.randn(2, 16, 32, dtype=torch.float64)
+    want = model(x)
+    for i, block in enumerate(model):
+        model[i] = torch.compile(block, fullgraph=True, backend="eager")
+    counters.clear()
+    return relative_error(model(x).detach(), want.detach()), counters["stats"]["unique_graphs"]
+
+
+def test_equal_blocks_share_a_graph(ranks: Any) -> None:
+    for error, graphs in ranks(2, many_blocks, 2):
+        assert error <= 1e-12 and graphs <= 2, graphs
+
+
 @pytest.mark.slow
 def test_inductor(ranks: Any) -> None:
     assert max(ranks(2, compiled_equals_eager, 2, [RING], "inductor", timeout=300)) <= 1e-12

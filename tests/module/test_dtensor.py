@@ -204,7 +204,7 @@ def two_roots(root: DeviceMesh) -> Iterable[Tensor]:
 
 WRONG: dict[str, tuple[str, Make]] = {
     "not dispatched": (
-        r"q is placed R.* on mesh dimension 'cp': every cp rank has the whole sequence.*Shard\(2\)",
+        r"q is placed R.* on mesh dimension 'cp'\. Every cp rank has the whole sequence.*Shard\(2\)",
         placed("cp tp", (R, H)),
     ),
     "heads over cp": (
@@ -214,32 +214,32 @@ WRONG: dict[str, tuple[str, Make]] = {
     "partial": ("'tp': a sum that is not done yet", placed("tp", (Partial(),))),
     "partial k": ("k is placed P.*a sum that is not done", placed("tp", (H,), (Partial(),))),
     "sequence over tp": (
-        r"'tp': that splits the sequence over ranks outside the cp mesh.*Shard\(1\) \(heads\)",
+        r"'tp'. That splits the sequence over ranks outside the cp mesh.*Shard\(1\) \(heads\)",
         placed("tp", (S,)),
     ),
-    "channels over tp": ("that splits the size of a head", placed("tp", (Shard(3),))),
+    "channels over tp": ("That splits the size of a head", placed("tp", (Shard(3),))),
     "unlike": (
-        r"q is placed \(Replicate.* and k \(Shard.*they must be equal, or k Replicate\(\) where q is Shard\(1\)",
+        r"q is placed \(Replicate.* and k \(Shard.*They must be equal, or k Replicate\(\) where q is Shard\(1\)",
         placed("tp", (R,), (H,)),
     ),
-    "unlike batch": ("they must be equal", placed("tp", (B,), (R,))),
+    "unlike batch": ("They must be equal", placed("tp", (B,), (R,))),
     "groups": (
         "q has 16 heads / tp 2 = 8 local heads, whose groups do not fit the 3 replicated heads of k",
         placed("tp", (H,), (R,), kv_heads=3),
     ),
     "uneven": (
-        "q has 7 heads / tp 2: not the same number on every rank",
+        "q has 7 heads / tp 2. Every rank must have the same number",
         lambda root: (distribute_tensor(x[:, :7], root["tp"], [H]) for x in whole()),
     ),
     "ulysses after tp": (
         r"q has 6 heads / tp 2 = 3 local heads, k has 6 heads / tp 2 = 3 local heads\. ulysses_degree=2 cannot split 3",
         lambda root: (DTensor.from_local(x[:, :3], root["tp"], [H]) for x in whole()),
     ),
-    "mixed": ("TypeError: q is a DTensor, but k a Tensor", mixed),
+    "mixed": ("TypeError: q is a DTensor, and k is a Tensor", mixed),
     "other meshes": ("q, k, v must be on one mesh", other_meshes),
     "world": (r"dimension 'all' has some of the cp ranks .* without being the cp", world_as_one_dimension),
     "head-tail": (
-        "means contiguous order, but layout='head_tail'",
+        "with layout='head_tail'. Such a placement means contiguous order",
         placed("cp tp", (S, H)),
     ),
     "two roots": ("Slice both from one init_device_mesh", two_roots),

@@ -163,6 +163,6 @@ def with_q_k_v() -> None:
 
 def test_the_first_error_leads_to_what_works(ranks: Any) -> None:
     words = (
-        r"qkv_indices=\(0, 1, 2\) on an nn.MultiheadAttention, .* Set qkv_indices=None: its attention is then routed"
+        r"qkv_indices=\(0, 1, 2\) on module MultiheadAttention\. .* Set qkv_indices=None: its attention is then routed"
     )
     ranks.raises(2, "ValueError", words, with_q_k_v)

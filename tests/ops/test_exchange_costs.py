@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention, exchange
-from hyper_cp.schedule import lookup
 from tests.harness.ranks import on_ranks
 
 WORLD, LENGTH = 4, 64
@@ -68,16 +65,3 @@ def test_an_exchange_that_moves_too_much_says_so_once(ranks: Any) -> None:
     assert {case: by_case[case] for case in others} == {case: [[]] * WORLD for case in others}
     five_rows = 5 * 2 * 2 * 4 * 4  # of k and v, two heads of four fp32 numbers
     assert sum(found["needed, window"][1] for found in of_ranks) == (WORLD - 1) * five_rows
-
-
-def test_rows_are_counted_once_for_a_schedule() -> None:
-    """Every layer of a batch asks, and a schedule with many documents has many ranges."""
-    plan = lookup.schedule(lookup.Key("head_tail", 1, WORLD, 1, "ring", False, (None, 0), LENGTH, LENGTH))
-    counted = mock.Mock(wraps=plan.forward[1])
-    take = mock.PropertyMock(return_value=plan.forward[1].take)
-    type(counted).take = take
-    plan = replace(plan, forward=(plan.forward[0], counted, *plan.forward[2:]))
-    exchange._warned.clear()
-    for _ in range(3):
-        exchange.warn_of_cost("balanced", "ring", plan, LENGTH // WORLD, None)
-    assert take.call_count == 1

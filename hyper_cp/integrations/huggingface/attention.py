@@ -192,8 +192,8 @@ def attention_mask(
         kind = f"custom (size {local_size})" if chunks else "custom or explicit"
         raise NotImplementedError(
             f"{type(config).__name__} asks for a {kind} attention mask. Context parallelism makes causal and "
-            "bidirectional masks only, and those of sliding windows. Pass it as a 4-D attention_mask over global "
-            "positions, if all layers share one"
+            "bidirectional masks only, and those of sliding windows. If the types of tokens make it, put them into the "
+            "batch (mm_token_type_ids); or pass a 4-D attention_mask over global positions, if all layers share one"
         )
     model = f"The model of {type(config).__name__}"
     if chunked and isinstance(state, ForwardState):
@@ -436,6 +436,8 @@ def _one_device(
         )
     if (indices := options.get("indices")) is not None and state.implementation in ("eager", "sdpa"):
         mask = under_selection(mask, indices, query)
+    if hasattr(module, "build_attention_mask_from_topk") and state.implementation == "sdpa":
+        mask = mask == 0  # it was made for another implementation
     if (blocks := options.get("block_indices")) is not None and state.implementation in ("eager", "sdpa"):
         given = key.shape[2], query.dtype, query.device, options["position_ids"].expand(len(query), -1)
         mask = cast(Any, module).indexer.build_block_mask(blocks, mask, *given)

@@ -22,16 +22,10 @@ from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import qwen4, sparse
 from .media import encoders_in, owner_of
-from .modules import (
-    direct_attention,
-    id_position_modules,
-    is_lightning,
-    position_modules,
-    sinusoids,
-    source_of,
-)
+from .modules import direct_attention, id_position_modules, is_lightning, position_modules, sinusoids
 from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
+from .seams import source_of
 from .selected import LAYER, selects
 from .two_sequences import stacks_of
 from .written import makes_biases, writes_out, written_attention

@@ -8,7 +8,6 @@ two parts under one softmax.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from ...ops.entries import Entries
 from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries
 from ...schedule.lookup import resolve
-from .forward import ForwardState, state_for
-from .seams import are_known, refuse_batch
+from .forward import ForwardState
+from .seams import known_as, refuse_batch
 
 LAYERS = {
     "compressed_sparse_attention": "DeepseekV4CSACompressor",
@@ -27,41 +26,26 @@ LAYERS = {
 }
 """The types of layers that attend to entries, and the classes of their compressors."""
 KNOWN = {
-    "DeepseekV4HCACompressor": ("753d1eb37b8ee4aa", "43f0a85722c142d4"),
-    "DeepseekV4CSACompressor": ("8ed43a526c1fb362", "0e1081e02fd7026a"),
-    "DeepseekV4Indexer": ("08aa12982b691dec", "9a4d87719ae0205c"),
+    "DeepseekV4HCACompressor": ("ece6cc8bb427b6f1",),
+    "DeepseekV4CSACompressor": ("276b56217c5ac79c", "b6375bbbc549720c"),
+    "DeepseekV4Indexer": ("f3c60c4b07102228", "4e209635651a223d"),
     "DeepseekV4IndexerScorer": ("407cbbd669170be4",),
-    "DeepseekV4Attention": ("abc26108fe3ca0b6", "a5e7166e66cdd3e6"),
+    "DeepseekV4Attention": ("87761f25e8b6837c", "2758d0477e7639d6"),
 }
 """Digests of their forwards in transformers 5.23 and 5.24, and of the attention that they serve."""
-
-
-def compresses(kind: type[nn.Module]) -> bool:
-    """True for a compressor of DeepSeek V4, if its forward and those around it are the known ones."""
-    return kind.__name__ in LAYERS.values() and are_known(sys.modules[kind.__module__], KNOWN)
-
-
-def prepare(compressor: Any) -> None:
-    """Let a compressor pool over all ranks."""
-    compressor.forward = partial(_compressed, compressor)
+compresses = known_as(LAYERS.values(), KNOWN)
 
 
 @torch.compiler.disable(
     reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
     "without fullgraph=True"
 )
-def _compressed(
-    compressor: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any, layer_idx: int
-) -> tuple[Tensor, Tensor | None]:
-    """The forward of a compressor of a prepared model: all entries ``[B, 1, E, D]``. The bias that one device adds to
-    logits is what :func:`entries_of` returns to attention."""
-    state, kind = state_for(compressor), type(compressor)
-    if not isinstance(state, ForwardState) or past_key_values is not None:
-        found: tuple[Tensor, Tensor | None] = kind.forward(
-            compressor, hidden, q_residual, position_ids, past_key_values, layer_idx
-        )
-        return found
-    refuse_batch(kind.__name__, state)
+def compressed(
+    compressor: Any, state: ForwardState, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
+) -> tuple[Tensor, None]:
+    """The forward of a compressor over all ranks: all entries ``[B, 1, E, D]``. The bias that one device adds to logits
+    is what :func:`entries_of` returns to attention."""
+    refuse_batch(type(compressor).__name__, state)
     entries, indexer = _pooled(compressor, hidden, position_ids, state), getattr(compressor, "indexer", None)
     selected = None
     if indexer is not None and entries.shape[1]:

@@ -6,31 +6,19 @@ before they call attention. A prepared module's returns the latents as they are.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...module.latent_weight import NO_WEIGHT, latents_and_weight, say_heads_travel
+from .seams import digest_of, source_of
 
 NAME = "hyper_cp"
 """The attention implementation of prepared models."""
-_EXPANSION = """
-batch_size, _, seq_length, _ = kv_nope.shape
-key_shape = (batch_size, seq_length, -1, self.qk_nope_head_dim + self.v_head_dim)
-kv_nope = self.kv_b_proj(kv_nope).view(key_shape).transpose(1, 2)
-k_nope, value_states = torch.split(kv_nope, [self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-k_rot = k_rot.expand(-1, k_nope.shape[1], -1, -1)
-key_states = kv_nope.new_empty(*kv_nope.shape[:-1], self.qk_nope_head_dim + self.qk_rope_head_dim)
-key_states[..., : self.qk_nope_head_dim].copy_(k_nope)
-key_states[..., self.qk_nope_head_dim :].copy_(k_rot)
-return key_states, value_states
-"""
-"""The body of ``expand_kv`` in transformers 5.23, whose result an op can make elsewhere."""
+_EXPANSION = "32f8167d58c5aa7c"
+"""The digest of ``expand_kv`` in transformers 5.23 and 5.24, whose result an op can make elsewhere."""
 _SEAM = ("self.expand_kv(", "ALL_ATTENTION_FUNCTIONS.get_interface(", "attention_interface(")
 """The steps of the forward of such a module, in this order; nothing between them reads keys or values."""
 
@@ -46,27 +34,13 @@ def prepare_latents(decoder: nn.Module) -> int:
 def has_seam(kind: type[nn.Module]) -> bool:
     """True for a type of module whose forward hands what ``expand_kv(kv_nope, k_rot)`` returns to attention, and does
     nothing else with it, if that method is the one of transformers' types."""
-    method: Any = getattr(kind, "expand_kv", None)
-    if method is None or list(inspect.signature(method).parameters) != ["self", "kv_nope", "k_rot"]:
+    if digest_of(getattr(kind, "expand_kv", None)) != _EXPANSION:
         return False
-    try:
-        source, body = inspect.getsource(kind.forward), inspect.getsource(method)
-    except (OSError, TypeError):
-        return False
-    (function,) = ast.parse(textwrap.dedent(body)).body
-    if _plain(function.body) != _plain(ast.parse(_EXPANSION).body):  # type: ignore[attr-defined]
-        return False
-    source = _SHAPE.sub("", source)
+    source = _SHAPE.sub("", source_of(kind.forward))
     places = [source.find(text) for text in _SEAM]
     after = source[places[0] :]
     # Each name occurs once more, as an argument of attention.
     return -1 not in places and places == sorted(places) and all(after.count(x) == 1 for x in _RESULTS)
-
-
-def _plain(body: list[ast.stmt]) -> str:
-    """Statements without comments and documentation."""
-    code = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
-    return ast.unparse(ast.Module(code, []))
 
 
 _SHAPE = re.compile(r"key_states\.shape\[(2|-2)\]")

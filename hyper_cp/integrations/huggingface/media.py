@@ -30,7 +30,7 @@ from ...module.mesh_binding import Binding
 from ...schedule.readers import read_rows, runs_of_equal_cost
 from ...style import style_of
 from . import forward
-from .modules import source_of
+from .seams import source_of
 
 METHODS = {"image": "get_image_features", "video": "get_video_features", "audio": "get_audio_features"}
 """The methods of models that encode each kind of media; ``forward`` inserts the first kind before the second."""
@@ -45,6 +45,8 @@ TOKENS = {
     "audio": ("audio_token_id", "audio_token_index"),
 }
 """Names of placeholder tokens in configurations."""
+BOTH = {"pooler_output", "last_hidden_state"}
+"""Parts with rows of which a model inserts one only."""
 PLACES = "image_embeds_position_mask"
 """The entry ``[B, S]`` that is 1 on placeholder tokens of images, in place of such an id (Kosmos)."""
 FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features", "attention_mask")
@@ -87,7 +89,10 @@ def encoders_in(model: nn.Module) -> set[nn.Module]:
 def fields_read(owner: nn.Module) -> dict[str, list[str]]:
     """The parts of its encoders' output that the forward of a module reads, for each kind of media."""
     source, call = source_of(type(owner).forward), r"self\.get_{}_features\((?:[^()]|\([^()]*\))*\)"
-    return {kind: _parts_read(source, rf'mm_encoder_outputs\["{kind}"\]|{call.format(kind)}') for kind in METHODS}
+    found = {kind: _parts_read(source, rf'mm_encoder_outputs\["{kind}"\]|{call.format(kind)}') for kind in METHODS}
+    if {*found["audio"]} == BOTH:  # models insert the first, and return the second (Omnilingual ASR)
+        found["audio"] = ["pooler_output"]
+    return found
 
 
 def _parts_read(source: str, expression: str) -> list[str]:
@@ -253,7 +258,7 @@ class MediaHook:
         """Raise ``NotImplementedError`` for a model or a batch whose images cannot be shared out."""
         for kind in METHODS:
             fields, names = self.fields[kind], [x for x in _entries(owner, kind) if x in media.entries]
-            if names and (not fields or set(fields) - {*FIELDS, *PASSED_ON}):
+            if names and (not fields or set(fields) - {*FIELDS, *PASSED_ON} or {*fields} >= BOTH):
                 found = ", ".join(fields) or "more than the rows"
                 _refuse(owner, names, f"but its forward reads {found} of what its encoder returns")
             if names and getattr(owner, "density_router", None) is not None:
@@ -405,13 +410,17 @@ class Exchange:
 
     def _add(self, kind: str, items: Items, numbers: dict[str, int]) -> None:
         """Let the method of ``kind`` encode this rank's run. ``numbers``: how many items of each kind there are."""
+        self.add(kind, *self.run_of(items, numbers))
+
+    def run_of(self, items: Items, numbers: dict[str, int]) -> tuple[dict[str, int], dict[str, Any]]:
+        """The number of this rank's items of each kind, and the entries that it encodes."""
         bounds = runs_of_equal_cost(items.costs, self.ring.size)
         start, stop = bounds[self.ring.rank], bounds[self.ring.rank + 1]
         own = {name: (max(0, min(stop, b) - max(start, a))) for name, a, b in _places(numbers)}
         if start == stop:  # the smallest image of the batch, of which no row is used
             start = int(np.argmin(items.costs))
             stop = start + 1
-        self.add(kind, own, items.run(start, stop))
+        return own, items.run(start, stop)
 
     def add(self, kind: str, own: dict[str, int], inputs: dict[str, Any]) -> None:
         """Let the method of ``kind`` encode ``inputs``. ``own``: the number of this rank's items of each kind."""
@@ -434,10 +443,7 @@ class Exchange:
         read = sorted({x for kind in own for x in self.fields[kind]})
         names = [x for x in read if x not in ("attention_mask", *PASSED_ON)]
         levels = [(field, *tagged) for field in names for tagged in _levels(field, getattr(output, field))]
-        parts = [torch.cat([x.flatten(0, -2) for x in _parts(level)]) for _, _, level in levels]
-        if len({len(x) for x in parts}) > 1:
-            _refuse(self.owner, names, "parts of its encoder's output with unequal numbers of rows")
-        wide = torch.cat(parts, 1)
+        wide = torch.cat([torch.cat([x.flatten(0, -2) for x in _parts(level)]) for _, _, level in levels], 1)
         made = _rows_of_kinds(_parts(levels[0][2]), own)
         if valid is not None:
             wide = wide[valid.to(wide.device).flatten().bool()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +24,7 @@ from ...module.mixers.hooks import MixerHooks
 from ...module.thread_stack import ThreadStack
 from .attention import attention_forward
 from .forward import ForwardState, state_for
-
-
-@cache
-def source_of(function: Callable[..., Any]) -> str:
-    """The source of a function; "" if there is none."""
-    try:
-        return inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):
-        return ""
-
+from .seams import source_of
 
 _running: ThreadStack[tuple[nn.Module, TorchFunctionMode]] = ThreadStack()
 """The modules that run in a mode of this file."""

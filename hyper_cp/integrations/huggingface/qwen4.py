@@ -20,40 +20,20 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries, tokens_of_entries
 from ...schedule.documents import read
 from ...schedule.layout import by_documents
-from .forward import ForwardState, state_for
-from .seams import are_known
+from .forward import ForwardState
+from .seams import known_as
 
 KNOWN = {
-    "Qwen4ExpTextQSAIndexer": ("405da50aa5a1f282", "056397ea7094475e"),
-    "Qwen4ExpTextAttention": ("d9867ecf9ee07175", "3d05f3975ea0bc5e"),
-    "Qwen4ExpTextNGramEmbedding": ("6af701e9511133f2", "6065c17b4822b472"),
+    "Qwen4ExpTextQSAIndexer": ("3cb1e00f739a2f6d",),
+    "Qwen4ExpTextAttention": ("ca16e78bf50b538d", "73c60fcf06cdaaf6"),
+    "Qwen4ExpTextNGramEmbedding": ("bd1e3e57b0cc06e5", "ff5b3d9e01df246a"),
     "Qwen4ExpTextNGramEmbedding._shift_right_ignore_eos": ("41aab259854fd23b",),
-    "Qwen4ExpTextPLELayer": ("80a57f5c0d34027b", "98d9542bdf8dc722"),
-    "Qwen4ExpTextPLELayer._short_conv": ("98f503700ff75ca2", "7cf6190cfb330454"),
-    "Qwen4ExpTextModel": ("743979d18c7a868a", "d62bfe615e498bbe"),
+    "Qwen4ExpTextPLELayer": ("71b03f8bc05e49ce",),
+    "Qwen4ExpTextPLELayer._short_conv": ("7cf6190cfb330454",),
+    "Qwen4ExpTextModel": ("3c41105480fb4660",),
 }
 """Digests in transformers 5.23 and 5.24 of the forwards that are replaced, and of those that call them."""
-
-
-def selects_pools(kind: type[nn.Module]) -> bool:
-    """True for the indexer of Qwen 4, if its forward and those around it are the known ones."""
-    return kind.__name__ == "Qwen4ExpTextQSAIndexer" and are_known(sys.modules[kind.__module__], KNOWN)
-
-
-def looks_back(kind: type[nn.Module]) -> bool:
-    """True for the layer of n-grams of Qwen 4, if its functions and those around it are the known ones."""
-    return kind.__name__ == "Qwen4ExpTextPLELayer" and are_known(sys.modules[kind.__module__], KNOWN)
-
-
-def prepare_indexer(indexer: Any) -> None:
-    """Let an indexer select over all ranks."""
-    indexer.forward = partial(_selected, indexer)
-
-
-def prepare_n_grams(layer: Any) -> None:
-    """Let a layer of n-grams look back over all ranks."""
-    layer._short_conv = partial(_convolved, layer)
-    layer.ple_embedding.forward = partial(_embedded, layer.ple_embedding)
+is_indexer, looks_back = known_as(("Qwen4ExpTextQSAIndexer",), KNOWN), known_as(("Qwen4ExpTextPLELayer",), KNOWN)
 
 
 class Selection:
@@ -67,14 +47,11 @@ class Selection:
     reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
     "without fullgraph=True"
 )
-def _selected(
-    indexer: Any, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Any, past_key_values: Any
-) -> Any:
-    """The forward of an indexer of a prepared model."""
-    state, name = state_for(indexer), type(indexer).__name__
-    if not isinstance(state, ForwardState) or past_key_values is not None:
-        return type(indexer).forward(indexer, hidden, position_embeddings, attention_mask, past_key_values)
-    _refuse_batch(name, state, attention_mask)
+def selected(
+    indexer: Any, state: ForwardState, hidden: Tensor, position_embeddings: Any, attention_mask: Any, *cache: None
+) -> Selection:
+    """The forward of an indexer over all ranks."""
+    _refuse_batch(type(indexer).__name__, state, attention_mask)
     rotate = partial(sys.modules[type(indexer).__module__].apply_rotary_pos_emb, k=None)
     (b, length, _), dim, ratio = hidden.shape, indexer.index_head_dim, indexer.compress_ratio
     cp, documents = state.mesh.views[0], state.batch.documents
@@ -112,11 +89,8 @@ def _refuse_batch(name: str, state: ForwardState, mask: Any) -> None:
 # --------------------------------------------------------------------------- n-grams and convolutions
 
 
-def _where(module: nn.Module, past_key_values: Any) -> dict[str, Any] | None:
-    """The arguments of a function that looks back, in a forward over all ranks; None in others."""
-    state = state_for(module)
-    if not isinstance(state, ForwardState) or past_key_values is not None:
-        return None
+def _where(module: nn.Module, state: ForwardState) -> dict[str, Any]:
+    """The arguments of a function that looks back."""
     layout, documents = state.style.mode.layout, state.batch.documents
     if not by_documents(layout):
         return {"mesh": state.mesh.views[0], "layout": layout}
@@ -142,21 +116,17 @@ class _Context:
         """Nothing to keep."""
 
 
-def _embedded(embedding: Any, input_ids: Tensor, past_key_values: Any) -> Tensor:
+def embedded(embedding: Any, state: ForwardState, input_ids: Tensor, *_: Any) -> Tensor:
     """The forward of an embedding of n-grams: each token is a row of its own, with the ids before it as its cache."""
-    where, forward = _where(embedding, past_key_values), type(embedding).forward
-    if where is None:
-        return forward(embedding, input_ids, past_key_values)
+    where = _where(embedding, state)
     before = windows(input_ids, range(embedding.context_len, 0, -1), fill=embedding.eos_token_id, **where)
-    found: Tensor = forward(embedding, input_ids.reshape(-1, 1), _Context(before.flatten(0, 1).long()))
+    context = _Context(before.flatten(0, 1).long())
+    found: Tensor = type(embedding).forward(embedding, input_ids.reshape(-1, 1), context)
     return found.view(*input_ids.shape, -1)
 
 
-def _convolved(layer: Any, hidden: Tensor, past_key_values: Any) -> Tensor:
+def convolved(layer: Any, state: ForwardState, hidden: Tensor, *_: Any) -> Tensor:
     """The dilated convolution of a layer of n-grams, ``[B, S/n, C]``."""
-    where = _where(layer, past_key_values)
-    if where is None:
-        return type(layer)._short_conv(layer, hidden, past_key_values)
-    conv = layer.conv1d
+    where, conv = _where(layer, state), layer.conv1d
     options: dict[str, Any] = {"activation": "silu", "dilation": conv.dilation[0], "name": type(layer).__name__}
     return causal_conv1d(hidden.transpose(1, 2), conv.weight.squeeze(1), conv.bias, **options, **where).transpose(1, 2)

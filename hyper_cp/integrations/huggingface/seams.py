@@ -1,13 +1,15 @@
-"""Forwards of transformers that are replaced, as far as they are the known ones, and the batches that they refuse."""
+"""Code of transformers that prepared models rely on, if it is known, and the batches that replaced code refuses."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import io
+import re
+import sys
 import textwrap
 import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -32,20 +34,38 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any:
 
 
 @cache
-def digest_of(function: Callable[..., Any]) -> str:
-    """A digest of the source of a function without space and comments; "" if there is none."""
+def source_of(function: Callable[..., Any]) -> str:
+    """The source of a function; "" if there is none."""
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
         return ""
-    words = [x.string for x in tokenize.generate_tokens(io.StringIO(source).readline) if x.type not in _SPACE]
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
 
 
-def are_known(file: Any, known: Mapping[str, tuple[str, ...]]) -> bool:
-    """True if the forwards of classes of a file, or other methods (``Class.method``), have one of these digests."""
+@cache
+def digest_of(function: Callable[..., Any], start: str = "") -> str:
+    """A digest of the source of a function from the words ``start`` on; "" without these. Space, comments and the
+    name of the cache, which is another one from transformers 5.24 on, do not count."""
+    tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(source_of(function))).readline)
+    words = " ".join(x.string for x in tokens if x.type not in _SPACE).replace("past_key_values", "cache")
+    words = re.sub(r"@ deprecate_kwarg \(.*?\) ", "", words)
+    at = words.find(start)
+    return "" if at < 0 else hashlib.sha256(words[at:].encode()).hexdigest()[:16]
+
+
+Known = Mapping[str, tuple[str, ...]]
+"""The digests of the forwards of classes of a file, or of other methods (``Class.method``)."""
+
+
+def known_as(names: Collection[str], known: Known) -> Callable[[type[Any]], bool]:
+    """A function that returns True for a class of one of these names whose file has the known methods."""
     methods = {name if "." in name else f"{name}.forward": digests for name, digests in known.items()}
-    return all(digest_of(attrgetter(name)(file)) in digests for name, digests in methods.items())
+
+    def check(kind: type[Any]) -> bool:
+        file = sys.modules[kind.__module__]
+        return kind.__name__ in names and all(digest_of(attrgetter(x)(file)) in methods[x] for x in methods)
+
+    return check
 
 
 SLOTS = "compares positions, which restart, with slots of keys, which do not"

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
 from ...ops.config import Call
 from ...ops.kernels.indexer import PER_HEAD
 from ...ops.selection import select
-from .forward import ForwardState, state_for
-from .seams import are_known, refuse_batch
+from .forward import ForwardState
+from .seams import known_as, refuse_batch
 
 LAYER = "minimax_m3_sparse"
 """The type of layers that attend to selected blocks."""
 KNOWN = {
-    "MiniMaxM3VLIndexer": ("1dc79edb4d9c462f", "5963d6a8d117b716"),
-    "MiniMaxM3VLAttention": ("97e9706a2aee7e2f", "e6ace464d40ab582"),
+    "MiniMaxM3VLIndexer": ("b56a401c809bf6a5",),
+    "MiniMaxM3VLAttention": ("3711523b49b0fb44", "205328f17cd6b888"),
 }
 """Digests of the forwards of its indexer and its attention in transformers 5.23 and 5.24."""
+is_indexer = known_as(("MiniMaxM3VLIndexer",), KNOWN)
 
 
-def selects_blocks(kind: type[nn.Module]) -> bool:
-    """True for the indexer of MiniMax M3, if its forward and that of its attention are the known ones."""
-    return kind.__name__ == "MiniMaxM3VLIndexer" and are_known(sys.modules[kind.__module__], KNOWN)
-
-
-def prepare(indexer: Any) -> None:
-    """Let an indexer select blocks over all ranks."""
-    indexer.forward = partial(_selected, indexer)
-
-
-def _selected(
-    indexer: Any, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
+def selected(
+    indexer: Any, state: ForwardState, hidden_states: Tensor, position_embeddings: Any, cache: None, *_: Any
 ) -> Tensor:
-    """The forward of an indexer of a prepared model: blocks ``[B, Hkv, S/n, k]``."""
-    state, name = state_for(indexer), type(indexer).__name__
-    given = hidden_states, position_embeddings, past_key_values, position_ids
-    if not isinstance(state, ForwardState) or past_key_values is not None:
-        found: Tensor = type(indexer).forward(indexer, *given)
-        return found
+    """The forward of an indexer over all ranks: blocks ``[B, Hkv, S/n, k]``."""
+    name = type(indexer).__name__
     refuse_batch(name, state, between="scores blocks with the states of padding")
     apply_rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     heads, dim = (*hidden_states.shape[:2], -1, indexer.head_dim), indexer.head_dim

@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries, tokens_of_entries
 from .attention import MaskRequest
-from .forward import ForwardState, OneDevice, state_for
-from .seams import are_known, cache_in, refuse_batch
+from .forward import ForwardState
+from .seams import known_as, refuse_batch
 
 INDEXER, ATTENTION = "Glm5NextTextIndexer", "Glm5NextTextAttention"
 KNOWN = {
-    INDEXER: ("6f927aa6876c718b", "e7f961e1f1a4533a"),
+    INDEXER: ("5287b3c2b61ad95b",),
     f"{INDEXER}.get_visible_tokens": ("1675f0ba84cc3e1f",),
     f"{INDEXER}.get_pooled_states": ("d521dbfd91f22791",),
     f"{INDEXER}.append_visible_tail": ("e98358247e1ca911",),
-    ATTENTION: ("dd8c34b21be05dfc", "a5951bf438372e5b"),
+    ATTENTION: ("b8a82e1e7a30f71c", "e43c9bdedc7988b9"),
     f"{ATTENTION}.build_attention_mask_from_topk": ("de1aef68d6b9e4bf",),
 }
 """Digests of their forwards and methods in transformers 5.23 and 5.24."""
 
-
-def selects_pools(kind: type[nn.Module]) -> bool:
-    """True for the indexer of GLM 5 next and its attention, if what they call is known."""
-    return kind.__name__ in (INDEXER, ATTENTION) and are_known(sys.modules[kind.__module__], KNOWN)
-
-
-def prepare(module: Any) -> None:
-    """Let an indexer select pools over all ranks, and attention hand on what it selects."""
-    if type(module).__name__ == INDEXER:
-        module.forward = partial(_selected, module)
-    else:
-        module.build_attention_mask_from_topk = partial(_handed_on, module)
+is_indexer, is_attention = known_as((INDEXER,), KNOWN), known_as((ATTENTION,), KNOWN)
 
 
 @torch.compiler.disable(
     reason="The number of pools of a rank depends on its positions, which a compiled graph does not know. Compile "
     "without fullgraph=True"
 )
-def _selected(indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, **cache: Any) -> Tensor:
-    """The forward of an indexer of a prepared model: global positions ``[B, S/n, k]``, -1 is none."""
-    state, name = state_for(indexer), type(indexer).__name__
-    if not isinstance(state, ForwardState) or cache_in(cache) is not None:
-        found: Tensor = type(indexer).forward(indexer, hidden_states, q_resid, attention_mask, **cache)
-        return found
+def selected(
+    indexer: Any, state: ForwardState, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, **cache: None
+) -> Tensor:
+    """The forward of an indexer over all ranks: global positions ``[B, S/n, k]``, -1 is none."""
     between = "leaves out pools that have some, but not the incomplete pool at the end"
-    refuse_batch(name, state, packed="lets them see each other", between=between)
+    refuse_batch(type(indexer).__name__, state, packed="lets them see each other", between=between)
     batch, share, pool = *hidden_states.shape[:2], indexer.index_kpool
     where: dict[str, Any] = {"mesh": state.mesh.views[0], "layout": state.style.mode.layout, "every": pool}
     where["documents"] = state.batch.documents  # padding before the tokens is one: pools begin behind it
@@ -71,12 +56,8 @@ def _selected(indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_ma
     return tokens.masked_fill(~attention_mask[..., None], -1)
 
 
-def _handed_on(attention: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Any:
-    """In place of a mask of all pairs, which one device makes of them: the selected keys."""
-    state, make = state_for(attention), type(attention).build_attention_mask_from_topk
-    if isinstance(state, ForwardState):
-        request = MaskRequest(type(attention).__name__, None, state)
-        request.selection = topk_indices.unsqueeze(1)
-        return request
-    mask = make(attention, topk_indices, query_states, kv_length)
-    return mask == 0 if isinstance(state, OneDevice) and state.implementation == "sdpa" else mask
+def handed_on(attention: Any, state: ForwardState, topk_indices: Tensor, **_: Any) -> MaskRequest:
+    """The selected keys, in place of the mask of all pairs that one device makes of them."""
+    request = MaskRequest(type(attention).__name__, None, state)
+    request.selection = topk_indices.unsqueeze(1)
+    return request

@@ -1,30 +1,39 @@
-"""The modules of sparse attention that are known and replaced in a prepared model, by the types of their layers."""
+"""The methods of sparse attention that are replaced in a prepared model: of which modules, and with what."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import Cache
 
 from . import compressed, qwen4, selected, selected_blocks, selected_pools
+from .forward import ForwardState, state_for
 
 
 class Replaced(NamedTuple):
-    """Modules that are replaced: the types of layers that have them, how they are known, and how one is prepared."""
+    """A type of module, and the functions that take the places of its methods, or of those of its children, in a
+    forward over all ranks: they are called with the module and the state of the forward."""
 
+    is_kind: Callable[[type[nn.Module]], bool]
     layers: tuple[str, ...]
-    known: Callable[[type[nn.Module]], bool]
-    prepare: Callable[[Any], None]
+    """The types of layers that have such a module."""
+    methods: dict[str, Callable[..., Any]]
 
 
 REPLACED = (
-    Replaced((selected.LAYER,), selected.has_indexer_seam, selected.prepare),
-    Replaced((selected_blocks.LAYER,), selected_blocks.selects_blocks, selected_blocks.prepare),
-    Replaced((selected.LAYER,), selected_pools.selects_pools, selected_pools.prepare),
-    Replaced((selected.LAYER,), qwen4.selects_pools, qwen4.prepare_indexer),
-    Replaced((), qwen4.looks_back, qwen4.prepare_n_grams),
-    Replaced(tuple(compressed.LAYERS), compressed.compresses, compressed.prepare),
+    Replaced(selected.has_indexer_seam, (selected.LAYER,), {"forward": selected.selected}),
+    Replaced(selected_blocks.is_indexer, (selected_blocks.LAYER,), {"forward": selected_blocks.selected}),
+    Replaced(selected_pools.is_indexer, (selected.LAYER,), {"forward": selected_pools.selected}),
+    Replaced(
+        selected_pools.is_attention, (selected.LAYER,), {"build_attention_mask_from_topk": selected_pools.handed_on}
+    ),
+    Replaced(qwen4.is_indexer, (selected.LAYER,), {"forward": qwen4.selected}),
+    Replaced(qwen4.looks_back, (), {"_short_conv": qwen4.convolved, "ple_embedding.forward": qwen4.embedded}),
+    Replaced(compressed.compresses, tuple(compressed.LAYERS), {"forward": compressed.compressed}),
 )
 
 
@@ -32,25 +41,37 @@ def prepare(decoder: nn.Module) -> None:
     """Let the sparse attention of a decoder run over all ranks."""
     for module in decoder.modules():
         for replaced in REPLACED:
-            if replaced.known(type(module)):
-                replaced.prepare(module)
+            for path, function in replaced.methods.items() if replaced.is_kind(type(module)) else ():
+                child, _, name = path.rpartition(".")
+                owner = attrgetter(child)(module) if child else module
+                setattr(owner, name, partial(_over_all_ranks, function, owner, name))
+
+
+def _over_all_ranks(function: Callable[..., Any], owner: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in place of a method; outside of forwards over all ranks, and with a cache of one, the method."""
+    state = state_for(owner)
+    if isinstance(state, ForwardState):
+        cached = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
+        if state.cache is not None or not cached:
+            return function(owner, state, *args, **kwargs)
+    return getattr(type(owner), name)(owner, *args, **kwargs)
 
 
 def is_known(kind: type[nn.Module]) -> bool:
     """True for a type of module that is replaced."""
-    return any(replaced.known(kind) for replaced in REPLACED)
+    return any(replaced.is_kind(kind) for replaced in REPLACED)
 
 
 def selects(decoder: nn.Module) -> bool:
     """True for a decoder with modules that select keys or make entries."""
-    return any(x.layers and x.known(type(module)) for module in decoder.modules() for x in REPLACED)
+    return any(x.layers and x.is_kind(type(module)) for module in decoder.modules() for x in REPLACED)
 
 
 def is_replaced(kind: str, layer: nn.Module) -> bool:
     """True for a layer of a type that has a module which is replaced."""
-    return any(kind in x.layers and x.known(type(module)) for module in layer.modules() for x in REPLACED)
+    return any(kind in x.layers and x.is_kind(type(module)) for module in layer.modules() for x in REPLACED)
 
 
 def hides_padding(decoder: nn.Module) -> bool:
     """True for a decoder whose queries select among tokens only, also those of padding behind the tokens of a row."""
-    return any(selected_pools.selects_pools(type(module)) for module in decoder.modules())
+    return any(selected_pools.is_indexer(type(module)) for module in decoder.modules())

@@ -33,7 +33,8 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if method is not None:
         return lambda labels: method(labels=labels)
-    function, config = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None), model.config
+    function = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    config = model.config.get_text_config()
     if function is None or list(inspect.signature(function).parameters)[1:] != _SHIFT:
         return None
     return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)

@@ -23,8 +23,9 @@ from ..._torch.modules import is_running
 from .attention import MaskRequest, attention_forward
 from .forward import ForwardState, running, state_for
 from .latents import NAME
-from .modules import run_in, source_of
+from .modules import run_in
 from .relative import RelativeBias
+from .seams import source_of
 
 PRODUCTS = {torch.matmul: 0, torch.bmm: 0, Tensor.matmul: 0, Tensor.bmm: 0, torch.baddbmm: 1, Tensor.baddbmm: 1}
 """Products of queries and keys, and the place of the queries among their arguments."""

@@ -83,7 +83,7 @@ class MixerHooks:
         running_mixers.remove(mixer)
         if output is not None and mixer.routed == 0:
             raise RuntimeError(
-                f"{self.name} returned without calling one of the functions that context parallelism routes, so it ran "
+                f"{self.name} returned without calling one of the functions that context parallelism routes. It ran "
                 "over this rank's share of the sequence only. Pass use_cache=False and no states; if it is another "
                 "kind of module, leave it out of the plan"
             )

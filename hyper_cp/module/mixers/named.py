@@ -127,7 +127,7 @@ class Named:
                 found[argument] = parameter
             elif argument in known.needed or argument in self.arguments:
                 raise ValueError(
-                    f"{name} has no argument {place!r} for {argument!r} of {self.kind}; its forward takes "
+                    f"{name} has no argument {place!r} for {argument!r} of {self.kind}. Its forward takes "
                     f"{', '.join(names)}. Each argument of the function is one of the module. Name it in "
                     f"arguments={{{argument!r}: ...}}"
                 )

@@ -37,7 +37,7 @@ def linear_recurrence(
     final_state: list[Tensor] | None = None,
     name: str = "linear_recurrence",
 ) -> Tensor:
-    """Outputs of a layer whose state runs along the sequence, for this rank's share of it.
+    """Compute the outputs of a layer whose state runs along the sequence, for this rank's share of the sequence.
 
     For each head, with a state H ``[dk, dv]`` that is zero before the first token of every document::
 
@@ -57,7 +57,7 @@ def linear_recurrence(
     Kimi delta attention                                  ``[B,S/n,H,dk]``  ``[B,S/n,H]``
     ====================================================  ==============  =========
 
-    Each rank computes the affine map that every range of positions it holds is, gathers those of all ranks (one
+    Each rank computes the affine map of every range of positions that it holds, gathers the maps of all ranks (one
     all-gather in each direction, whose size does not depend on the length) and runs its ranges from the right states.
 
     Args:
@@ -65,9 +65,9 @@ def linear_recurrence(
         v: ``[B, S/n, H, dv]``.
         decay: logarithms of the decay, at most 0 (the first call of a kind checks that). They may have another dtype
             than q, k and v.
-        beta: the strength of the delta rule.
+        beta: the strength of the delta rule, as in the table; None: there is no delta rule.
         mesh: the cp mesh of n ranks.
-        scale: a factor of q. (Functions of fla have ``dk ** -0.5`` as default.)
+        scale: the factor of q. (Functions of fla have ``dk ** -0.5`` as default.)
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.

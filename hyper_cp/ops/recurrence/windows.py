@@ -39,21 +39,22 @@ def windows(
     layout: str = "contiguous",
     documents: Any = None,
 ) -> Tensor:
-    """The rows of a split sequence that lie before the positions of this rank, with their gradients.
+    """Fetch the rows of a split sequence that lie before the positions of this rank, with their gradients.
 
-    Window i of position p has the rows ``x[p - shift]`` for each shift, over *global* positions. ``shifts=[1]`` is a
-    token shift (RWKV), ``[1, 2]`` on token ids makes trigrams, ``range(7, -1, -1)`` with ``every=4`` are windows of 8
-    tokens with a stride of 4, of which pooled keys are made. Only rows that another rank holds travel, at most the
-    largest shift before each range that a rank holds; gradients return the same way.
+    The window of position p has the rows ``x[p - shift]`` for each shift, over *global* positions. ``shifts=[1]`` is a
+    token shift (RWKV), ``[2, 1, 0]`` on token ids makes trigrams, and ``range(7, -1, -1)`` with ``every=4`` makes
+    windows of 8 tokens with a stride of 4, from which pooled keys are made. Only rows that another rank holds travel,
+    at most the largest shift before each range that a rank holds; gradients return the same way.
 
     Args:
         x: this rank's share ``[B, S/n, ...]``, of any dtype; floating-point ones have gradients.
-        shifts: distances, from 0 on.
+        shifts: the distances to earlier rows, from 0 on.
         mesh: the cp mesh of n ranks.
-        every: only windows that end a block of this many positions: those of p where ``(p + 1) % every`` is 0, with p
-            counted from the first token of its document. Their number may differ between ranks, and be 0. Rows of the
-            batch that have fewer than others on this rank are filled up with windows of ``fill``.
-        fill: in place of rows before the sequence, and of rows in another document than p. The dtype of x must hold it.
+        every: return only windows that end a block of this many positions: those of p where ``(p + 1) % every`` is 0,
+            with p counted from the first token of its document. Their number may differ between ranks, and be 0. Rows
+            of the batch that have fewer than others on this rank are filled up with windows of ``fill``.
+        fill: the value in place of rows before the sequence, and of rows in another document than p. The dtype of x
+            must hold it exactly.
         layout: the positions that the ranks hold, as in :func:`hyper_cp.ops.attention`.
         documents: cumulative lengths ``[0, ..., S]`` of packed documents (a list or tensor, or one per batch row).
             None: those of the enclosing ``handler.documents`` block, if there is one.
@@ -113,14 +114,15 @@ def gather_windows(
     """Gather what all ranks have made of their windows, in the order of the sequence, on every rank.
 
     Args:
-        x: ``[B, m, ...]``, floating-point, of the windows that this rank has by ``windows(..., every=every)``.
-        every: that of :func:`windows`.
-        length: S, the tokens of the whole sequence.
-        mesh, layout, documents: those of :func:`windows`.
+        x: ``[B, m, ...]``, floating-point, one row for each window that ``windows(..., every=every)`` gave to this
+            rank.
+        every, mesh, layout, documents: as in :func:`windows`.
+        length: S, the number of tokens of the whole sequence.
 
     Returns:
-        ``[B, S // every, ...]``; with documents, the windows of one after the other, and zeros behind those of rows
-        that have fewer than others. A rank's gradients are its share of a sum: all are added up where x was made.
+        ``[B, S // every, ...]``; with documents, the windows of one document after those of the other, and zeros after
+        those of rows that have fewer than others. Each rank's gradient of it is a share of a sum, which backward adds
+        up on the rank that made x.
 
     Raises:
         ValueError, TypeError: on arguments that do not fit, before any communication.

@@ -105,7 +105,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dimensions": ({"x": torch.zeros(4)}, r"\[batch, positions, ...\]"),
     "documents": ({"documents": [0, 5]}, "windows: "),
     "half an id": ({"x": torch.zeros(1, 4, dtype=torch.long), "fill": 0.5}, "fill=0.5 for x of torch.int64"),
-    "too long for a float": ({"x": torch.zeros(1, 4, dtype=torch.long), "fill": 2**53 + 1}, "does not hold it exactly"),
+    "too long for a float": (
+        {"x": torch.zeros(1, 4, dtype=torch.long), "fill": 2**53 + 1},
+        "This dtype must hold it exactly",
+    ),
     "too large": ({"x": torch.zeros(1, 4, dtype=torch.uint8), "fill": -1}, "a whole number from 0 to 255"),
 }
 

@@ -1,0 +1,234 @@
+"""Prepared transformers of diffusers as they are trained: what users do to them afterwards is exact or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyper_cp import ContextParallel
+from tests.harness.attention_case import cp_mesh
+from tests.harness.diffusion import tiny_transformer
+from tests.harness.hf_models import InDouble
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+
+pytest.importorskip("diffusers")
+
+FLUX, WAN, QWEN, SD3 = (
+    f"{name}Model" for name in ("FluxTransformer2D", "WanTransformer3D", "QwenImageTransformer2D", "SD3Transformer2D")
+)
+RING: dict[str, Any] = {"ulysses_degree": 1, "kv_exchange": "ring"}
+
+
+def prepare(model: nn.Module) -> None:
+    from hyper_cp.integrations.diffusers import prepare_transformer
+
+    prepare_transformer(model, cp_mesh(), style=ContextParallel(**RING), gradients="sum")
+
+
+def pair(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, one like it that is prepared, and inputs."""
+    alone, inputs = tiny_transformer(name)
+    model = copy.deepcopy(alone)
+    prepare(model)
+    return alone, model, inputs
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """The gradients of all parameters that are trained, as one vector."""
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters() if p.requires_grad]
+    )
+
+
+def compare(alone: Any, model: Any, run: Callable[[Any], list[Tensor]]) -> float:
+    """The largest error of the outputs of ``run`` and of the gradients of the sum of their squares' means."""
+    with InDouble():
+        outputs = [run(made) for made in (alone, model)]
+        for of_one in outputs:
+            sum(x.square().mean() for x in of_one).backward()  # type: ignore[union-attr]
+    pairs = [*zip(*outputs, strict=True), (gradients(alone), sum_over_ranks(gradients(model))[0])]
+    return max(relative_error(got.detach(), want.detach()) for want, got in pairs)
+
+
+def of_width(x: dict[str, Any], width: int) -> dict[str, Any]:
+    """The inputs of a Wan with a video of another width."""
+    return {**x, "hidden_states": x["hidden_states"][..., :width].contiguous()}
+
+
+# --------------------------------------------------------------------------- several forwards
+
+
+@on_ranks
+def several_forwards() -> dict[str, float]:
+    """Guidance, whose prompts and batches differ, and two models on one mesh that run in turn."""
+    found = {}
+    alone, model, inputs = pair(QWEN)
+    text, mask = inputs["encoder_hidden_states"], inputs["encoder_hidden_states_mask"]
+    one = {name: x[:1] for name, x in inputs.items()}
+    shorter = {**inputs, "encoder_hidden_states": text[:, :3], "encoder_hidden_states_mask": mask[:, :3]}
+    found["guidance"] = compare(alone, model, lambda made: [made(**x).sample for x in (one, shorter, inputs)])
+    alone, model, inputs = pair(WAN)
+    low_alone, low, _ = pair(WAN)
+    for p in (*low_alone.parameters(), *low.parameters()):
+        p.data.mul_(0.9)
+    narrow = of_width(inputs, 8)
+    both = nn.ModuleList([alone, low_alone]), nn.ModuleList([model, low])
+    found["two"] = compare(
+        *both, lambda made: [made[0](**inputs).sample, made[1](**inputs).sample, made[0](**narrow).sample]
+    )
+    return found
+
+
+def test_guidance_and_two_transformers(ranks: Any) -> None:
+    for found in ranks(2, several_forwards):
+        assert max(found.values()) <= 1e-9, found
+
+
+@on_ranks
+def recomputed_later(name: str) -> float:
+    """Two forwards with gradient checkpointing before one backward. A video 10 wide has 45 tokens and needs a row of
+    padding, one 8 wide has 36 and needs none. Recomputes upcast norms to fp32, on both sides."""
+    alone, model, inputs = pair(name)
+    for made in (alone, model):
+        made.enable_gradient_checkpointing()
+    for made in (alone, model):
+        loss = sum(made(**of_width(inputs, width)).sample.square().mean() for width in (10, 8))
+        loss.backward()
+    return relative_error(sum_over_ranks(gradients(model))[0], gradients(alone))
+
+
+def test_a_recompute_after_another_forward(ranks: Any) -> None:
+    for found in ranks(2, recomputed_later, WAN):
+        assert found <= 5e-6
+
+
+# --------------------------------------------------------------------------- adapters
+
+
+def add_adapter(made: Any, seed: int) -> None:
+    from peft import LoraConfig
+
+    torch.manual_seed(seed)
+    layers = ["to_q", "to_v", "to_out.0", "proj_mlp"]
+    made.add_adapter(LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
+    made.double()
+
+
+@on_ranks
+def with_adapters() -> tuple[float, float, str]:
+    """Adapters that are added before the first forward and after it; and such that each rank has drawn by itself."""
+    pytest.importorskip("peft")
+    found = []
+    for ran in (False, True):
+        alone, model, inputs = pair(FLUX)
+        if ran:
+            model(**inputs)
+        for made in (alone, model):
+            add_adapter(made, 3)
+        found.append(compare(alone, model, lambda made: [made(**inputs).sample]))
+    _, model, inputs = pair(FLUX)
+    model(**inputs)
+    add_adapter(model, dist.get_rank())
+    return found[0], found[1], error_of(lambda: model(**inputs))
+
+
+def test_adapters_after_preparation(ranks: Any) -> None:
+    for before, after, differ in ranks(2, with_adapters):
+        assert max(before, after) <= 1e-9
+        assert differ.startswith("ValueError: ") and "lora_A" in differ and "different weights" in differ, differ
+
+
+# --------------------------------------------------------------------------- other attention
+
+
+class ByHand:
+    """An attention processor of a user's, which computes attention without a call that could be routed."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, *_: Any) -> Any:
+        x = hidden_states if encoder_hidden_states is None else torch.cat([encoder_hidden_states, hidden_states], 1)
+        q, k, v = (f(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for f in (attn.to_q, attn.to_k, attn.to_v))
+        out = self.attend(q, k, v).transpose(1, 2).flatten(2)
+        if encoder_hidden_states is None:
+            return out
+        text, image = out.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], 1)
+        return attn.to_out[0](image), attn.to_add_out(text)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+
+class BySDPA(ByHand):
+    """One that calls PyTorch's attention."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@on_ranks
+def other_attention() -> tuple[float, float, str, str]:
+    """Processors and fused projections that are set after preparation, and a cache that is applied without the model's
+    own method."""
+    from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
+
+    alone, model, inputs = pair(FLUX)
+    prepared = copy.deepcopy(model)
+    for made in (alone, model):
+        made.set_attn_processor(BySDPA())
+    routed = compare(alone, model, lambda made: [made(**inputs).sample])
+    model.set_attn_processor(ByHand())
+    by_hand = error_of(lambda: model(**inputs))
+    alone, _ = tiny_transformer(FLUX)
+    prepared.fuse_qkv_projections()
+    with InDouble():
+        fused = relative_error(prepared(**inputs).sample.detach(), alone(**inputs).sample.detach())
+    _, cached, inputs = pair(WAN)
+    apply_first_block_cache(cached, FirstBlockCacheConfig(threshold=0.5))
+    with cached.cache_context("prompt"):
+        return routed, fused, by_hand, error_of(lambda: cached(**inputs))
+
+
+def test_other_attention_after_preparation(ranks: Any) -> None:
+    for routed, fused, by_hand, cached in ranks(2, other_attention):
+        assert max(routed, fused) <= 1e-9
+        assert by_hand.startswith("RuntimeError: module 'transformer_blocks.0.attn' (FluxAttention) returned without")
+        assert cached.startswith("NotImplementedError: WanTransformer3DModel runs with enable_parallelism or a cache")
+
+
+# --------------------------------------------------------------------------- autocast
+
+
+@on_ranks
+def under_autocast(names: list[str]) -> dict[str, list[tuple[float, float]]]:
+    """Errors of output and gradients against double precision, on one device and on the ranks."""
+    found = {}
+    for name in names:
+        alone, model, inputs = pair(name)
+        with InDouble():
+            want = alone(**inputs, return_dict=False)[0]
+            want.square().mean().backward()
+        expected = gradients(alone)
+        inputs = {k: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in inputs.items()}
+        found[name] = []
+        for made in (alone.float(), model.float()):
+            made.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                output = made(**inputs, return_dict=False)[0]
+            output.float().square().mean().backward()
+            grads = gradients(made) if made is alone else sum_over_ranks(gradients(made))[0]
+            error = relative_error(output.detach().double(), want.detach())
+            found[name].append((error, relative_error(grads.double(), expected)))
+    return found
+
+
+def test_autocast(ranks: Any) -> None:
+    for found in ranks(2, under_autocast, [FLUX, WAN, QWEN, SD3]):
+        for alone, split in found.values():
+            assert all(y <= 1.5 * x for x, y in zip(alone, split, strict=True)), found
