@@ -326,7 +326,7 @@ MISUSE = {
         "run different steps: rank 0: those of a plan .*Plan the lengths of the whole",
     ),
     "other samples": ("ValueError", "run different steps: rank 0: those of a plan of 4 samples"),
-    "too long": ("ValueError", r"lengths\[4\]=97 does not fit: .*Cut the sample"),
+    "too long": ("ValueError", r"lengths\[4\]=97 does not fit\. .*Cut the sample"),
     "idle ones left out": ("ValueError", r"rank . *: not step \d of \d.*one without a micro-batch too"),
     "last left out": ("ValueError", r"rank 0: step 2 of 2; rank 1: those of a plan.*run every step on every rank"),
     "interrupted": ("RuntimeError", r"step 2 of 2 was left out or interrupted.*set the gradients to zero"),
