@@ -102,7 +102,7 @@ def test_selection(world: int, at_once: int, ranks: Ranks) -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too few": ({"k": torch.zeros(1, 1, 1, 4)}, "key has 1 entries, and this rank's queries see [24]"),
     "key heads": ({"k": torch.zeros(1, 2, 4, 4)}, r"must be \[1, 1, entries, 4\]"),
-    "weights": ({"weights": torch.zeros(1, 2, 4)}, r"must be \(1, 2, 8\)"),
+    "weights": ({"weights": torch.zeros(1, 2, 4)}, r"Reshape it to \(1, 2, 8\)"),
     "topk": ({"topk": 0}, "topk=0 must be a positive int"),
     "every": ({"every": 0}, "every=0 must be a positive int"),
     "documents": ({"documents": [0, 5]}, "select_entries: "),
