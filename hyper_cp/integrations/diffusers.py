@@ -512,7 +512,8 @@ class _Stage:
                 value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
                 mask = visible if mask is None else mask.masked_fill(~visible, value)
         elif not real[-1][0]:
-            request.documents = documents_table([0, total, longest * len(ranks)])
+            seen = sum(count for sees, count in real if sees)  # fewer than all tokens, if attention leaves some out
+            request.documents = documents_table([0, seen, longest * len(ranks)])
         more = self.longest(of_queries) - queries, longest - keys
         if any(more):
             request.query = F.pad(request.query, (0, 0, 0, more[0]))
