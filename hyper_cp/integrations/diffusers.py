@@ -297,7 +297,7 @@ def _has_cache(transformer: nn.Module) -> bool:
     """True if hooks of diffusers, on the model or in it, leave out parts of a forward by what they have kept."""
     registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
     hooks = [hook for registry in registries for hook in getattr(registry, "hooks", {}).values()]
-    return any(re.search("cache|broadcast", type(hook).__module__) for hook in hooks)
+    return any(_has(type(hook).__module__, "cache", "broadcast") for hook in hooks)
 
 
 class _Root:
@@ -512,7 +512,8 @@ class _Stage:
                 value = 0 if mask is not None and mask.dtype == torch.bool else -torch.inf
                 mask = visible if mask is None else mask.masked_fill(~visible, value)
         elif not real[-1][0]:
-            request.documents = documents_table([0, total, longest * len(ranks)])
+            seen = sum(count for sees, count in real if sees)  # fewer than all tokens, if attention leaves some out
+            request.documents = documents_table([0, seen, longest * len(ranks)])
         more = self.longest(of_queries) - queries, longest - keys
         if any(more):
             request.query = F.pad(request.query, (0, 0, 0, more[0]))
@@ -602,7 +603,12 @@ def _rows(start: int | None, count: int, device: torch.device) -> Tensor:
     return torch.arange(start, start + count, device=device)
 
 
-_POSITIONS = re.compile("rot|freq|pos|rope|cos|sin|indices")
+_POSITIONS = ("rot", "freq", "pos", "rope", "cos", "sin", "indices")
+
+
+def _has(name: str, *words: str) -> bool:
+    """True if one of the words is in a name. (torch.compile traces no regular expressions in torch 2.11.)"""
+    return any(word in name for word in words)
 
 
 class _Entrance:
@@ -657,14 +663,14 @@ class _Entrance:
     def share(self, block: str, name: str, x: Tensor) -> Tensor:
         """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
         lengths, family, both = self.stage.lengths, self.stage.family, self.stage.both
-        text = name.startswith(("encoder", family.prompt)) or (family.prompts and re.search("encoder|prompt", name))
+        text = name.startswith(("encoder", family.prompt)) or (family.prompts and _has(name, "encoder", "prompt"))
         if text and (family.prompts or not lengths[PROMPT]):
             return x
-        positions = _POSITIONS.search(name)
+        positions = _has(name, *_POSITIONS)
         kinds = dict.fromkeys([*((kind,) for kind in both), both])
         if family.streams:
             kinds = {(PROMPT,) if "audio" in name else (IMAGE,): None}
-        elif len(both) > 1 and not positions and not re.search("mask|context", name):
+        elif len(both) > 1 and not positions and not _has(name, "mask", "context"):
             del kinds[(PROMPT,)]  # shifts and scales are those of images
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask
         first = 0 if positions or family.dim == 0 or (x.ndim == 1 and not numbers) else 1

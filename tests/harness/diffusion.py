@@ -416,18 +416,16 @@ def _fibo2(draw: Draw) -> Made:
 
 
 def _refiner(draw: Draw) -> Made:
-    made, inputs = _ltx2(draw)
-    config = {
-        name: x for name, x in made.items() if "audio" not in name and name not in ("perturbed_attn", "cross_attn_mod")
-    }
+    config, inputs = _ltx2(draw)
     names = "hidden_states", "encoder_hidden_states", "encoder_attention_mask"
     inputs = {name: inputs[name] for name in names} | {"timestep": draw(2, 45).abs()}
+    config |= dict.fromkeys(("perturbed_attn", "cross_attn_mod", "audio_cross_attn_mod"), False)
     return config, {**inputs, "video_rotary_emb": (draw(2, 45, 48), draw(2, 45, 48))}
 
 
 def _qwen21(draw: Draw) -> Made:
     config = {"in_channels": 4, "out_channels": 4, "num_layers": 2, "context_in_dim": 12, "axes_dims_rope": (4, 2, 2)}
-    slots = torch.tensor([0, 0, 1, 0, 0, 0] + [1] * 5).bool().expand(2, -1)  # an image in the prompt, and the new one
+    slots = torch.tensor([0, 0, 1, 0, 0, 0] + [1] * 5).bool().expand(2, -1)  # an image in the prompt, a new one
     inputs = {"hidden_states": draw(2, 24, 4), "encoder_hidden_states": draw(2, TEXT, 12), **_times()}
     inputs |= {
         "img_shapes": [[(1, 2, 2), (1, 4, 5)]] * 2,
@@ -536,6 +534,9 @@ NOT_SUPPORTED = {
 }
 """Reasons why types are not supported."""
 NOTES = {
+    "LTX2VideoTransformer3DModel": "without `video_self_attention_mask`",
+    "QwenImage21Transformer2DModel": "without caches, in the processor that diffusers sets",
+    "SanaWMLTX2RefinerTransformer3DModel": "without caches",
     "GlmImageTransformer2DModel": "without caches",
     "Kandinsky5Transformer3DModel": "without `sparse_params`",
     "MotifVideoTransformer3DModel": "without decoder layers and text cross-attention",

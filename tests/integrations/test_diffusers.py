@@ -107,7 +107,7 @@ def diffusion_refused() -> list[tuple[str, str]]:
     few = {**inputs, "hidden_states": inputs["hidden_states"][:, :1], "img_ids": inputs["img_ids"][:1]}
     calls = {
         "ValueError: hidden_states of the first forward differ between the ranks": lambda: other(**noise),
-        "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or ena": lambda: cached(**inputs),
+        "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or a c": lambda: cached(**inputs),
         "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples": lambda: prepared(
             **inputs, controlnet_block_samples=[inputs["hidden_states"]]
         ),
