@@ -82,6 +82,8 @@ PRIVATE_ELSEWHERE = {
     ("ops/kernels/derivative.py", "_dispatch_tls_set_dispatch_key_excluded"): AUTOGRAD,
     ("context_manager.py", "_base"): VIEWS,
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
+    ("integrations/huggingface/attention.py", "_prepare_decoder_attention_mask"): "how Kosmos 2 makes its causal mask",
+    ("integrations/huggingface/inline_audio.py", "_get_feat_extract_output_lengths"): "the rows of Qwen2-Audio's clips",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
     ("integrations/huggingface/modules.py", "_attn_implementation"): READS,
