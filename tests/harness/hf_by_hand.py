@@ -281,4 +281,4 @@ ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "nemotron_h_omni": _grid_of_two,
     "perception_lm": _square(1, 3, 16, 16),
 }
-"""A function that makes the entries of two images for the configuration of a type."""
+"""Functions that make the entries of two images for the configuration of a type."""

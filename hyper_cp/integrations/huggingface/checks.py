@@ -106,9 +106,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention by itself, not through transformers' AttentionInterface or SDPA, so it cannot "
             'be replaced. Use a model that does; one that can call SDPA needs attn_implementation="sdpa"'
         )
-    known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()}
-    if stacks_of(model) is None:  # else the images of the source would be split with it
-        known |= encoders_in(decoder)
+    known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()} | encoders_in(decoder)
     others = [m for m in decoder.modules() if m not in known]
     _refuse_modules(
         decoder,

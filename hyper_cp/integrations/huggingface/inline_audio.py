@@ -36,7 +36,7 @@ def _qwen2_audio(owner: Any, features: Tensor, mask: Tensor) -> Tensor:
 
 
 ENCODERS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {"Qwen2AudioModel": _qwen2_audio}
-"""Functions that encode clips as the forward of a model does: rows ``[rows, D]``, without those of padding."""
+"""Functions that encode clips as the forward of a model does: they return rows ``[rows, D]``, none of padding."""
 
 
 def inline_audio_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:

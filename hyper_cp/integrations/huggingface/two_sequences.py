@@ -33,8 +33,7 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if method is not None:
         return lambda labels: method(labels=labels)
-    function = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
-    config = model.config.get_text_config()
+    function, config = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None), model.config
     if function is None or list(inspect.signature(function).parameters)[1:] != _SHIFT:
         return None
     return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
@@ -48,6 +47,8 @@ def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]
     if not (model.config.is_encoder_decoder and HEADS.search(type(model).__name__) and shifted_by(model)):
         return None
     encoder, decoder = model.get_encoder(), model.get_decoder()
+    if any(hasattr(model, name) for name in ("get_image_features", "get_audio_features")):  # into the source
+        return None
     both = isinstance(encoder, PreTrainedModel) and isinstance(decoder, PreTrainedModel) and encoder is not decoder
     return (encoder, decoder) if both and encoder is not model else None
 
