@@ -94,8 +94,6 @@ PRIVATE_ELSEWHERE = {
         "_diffusers_hook",
     ): "the hooks that diffusers keeps itself, as its caches",
     ("integrations/diffusers.py", "_parallel_config"): "set by diffusers where its own parallelism is enabled",
-    ("integrations/huggingface/attention.py", "_prepare_decoder_attention_mask"): "how Kosmos 2 makes its causal mask",
-    ("integrations/huggingface/inline_audio.py", "_get_feat_extract_output_lengths"): "the rows of Qwen2-Audio's clips",
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
     ("integrations/huggingface/modules.py", "_attn_implementation"): READS,

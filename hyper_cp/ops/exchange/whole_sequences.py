@@ -44,13 +44,14 @@ def gather_sequence(
     """
     cp = cp_mesh.by_key(mesh)
     axes, _, size = _ranks(cp, ring)
+    positions = _positions(cp, layout, x.shape[seq_dim] * size, documents, ring)  # raises before anything is sent
     with operation(cp, f"gathering of {'keys' if ring else 'a sequence'}", "forward"):
         if ring:
             nans.check(cp, "key, value", x)
         by_rank = gather_ranks(axes, x.movedim(seq_dim, 0))
     if size == 1:
         return x.clone(memory_format=torch.contiguous_format)  # an op must not return its input
-    to_ascending, _ = ascending(_positions(cp, layout, x.shape[seq_dim] * size, documents, ring), range(size))
+    to_ascending, _ = ascending(positions, range(size))
     return to_ascending.take(by_rank.flatten(0, 1), 0).movedim(0, seq_dim).contiguous()
 
 
