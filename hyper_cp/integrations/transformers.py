@@ -73,6 +73,7 @@ from .huggingface.modules import (
     direct_attention,
     is_lightning,
     no_mask,
+    prepare_counting,
     prepare_positions,
     prepare_rotary,
     route,
@@ -426,6 +427,7 @@ class DecoderHook:
             hooks(mixer, describe(mixer), mixer_state).attach(mixer)
         if "position_ids" not in self.keywords:
             prepare_positions(decoder)
+        prepare_counting(decoder)
         prepare_biases(decoder)
         if self.direct:
             route(self.direct)

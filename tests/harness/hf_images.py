@@ -84,8 +84,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": {
             **_each("intermediate_size_mlp", 24),
-            **_each("attention_chunk_size", 512),
-            **_each("attn_temperature_tuning", False),
+            **{"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 3},
+            "layer_types": ["chunked_attention", "full_attention"],
         },
         "vision_config": {
             **_each("vision_output_dim projector_input_dim projector_output_dim", 16),
