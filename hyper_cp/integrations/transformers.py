@@ -310,6 +310,8 @@ class _KeywordBatch(WholeBatch):
         if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
+        if self.state.tokens is not None and _rows(self.entries.get(TOKEN_TYPES[0])):
+            self._count_padding()  # by its type it may see the tokens behind it (PaliGemma)
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=documents_table([0, self.padded]))
 
@@ -325,6 +327,10 @@ class _KeywordBatch(WholeBatch):
         behind = shown.flip(1).cumsum(1).flip(1) == 0
         if not bool((behind & counted).any()):
             return
+        self._count_padding()
+
+    def _count_padding(self) -> None:
+        """Let padding see what a mask of keys leaves of the tokens, as on one device."""
         self.state = replace(self.state, padding_counts=True)
         if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
             documents = self.state.documents if self.state.tokens is None else documents_table([0, self.padded])
@@ -346,7 +352,7 @@ class _KeywordBatch(WholeBatch):
         if counted is None and self.padded > self.length:
             counted = self._padded(torch.ones(self.first.shape[:2], dtype=torch.bool))
         types = {name: self._padded(self.entries[name], -1) for name in TOKEN_TYPES if _rows(self.entries.get(name))}
-        if self.mask is not None:
+        if self.mask is not None and self.state.keys is None and not self.state.padding_counts:
             types = {name: x.masked_fill(~self.mask.bool(), -1) for name, x in types.items()}
         return replace(
             self.state,

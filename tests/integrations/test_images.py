@@ -161,6 +161,27 @@ def test_images_are_exact_on_three_ranks(ranks: Any, kind: str) -> None:
     assert max(ranks(3, mixed, kind, [RING, GATHER])) <= 1e-9
 
 
+@on_ranks
+def padded(kind: str) -> list[float]:
+    """The errors with padding before the tokens of a row, at both of its ends, and between tokens. Labels count on the
+    first token behind it, which padding predicts."""
+    model = tiny(kind)
+    batch, found = batch_of(model), []
+    for hidden in ([*range(5)], [*range(5), -2, -1], [0, 1, 20, 21, 22]):
+        mask = torch.ones_like(batch["input_ids"])
+        mask[1, hidden] = 0
+        more = [{**RING, "layout": "per_document"}] * ("token_type_ids" in batch)  # padding is no document there
+        found.append(errors(model, {**batch, "attention_mask": mask}, [RING, ULYSSES, *more]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "paligemma"])
+def test_padding_before_and_between_tokens(ranks: Any, kind: str) -> None:
+    """In PaliGemma padding sees the tokens of the prefix behind it, as on one device."""
+    for found in ranks(2, padded, kind):
+        assert max(found) <= 1e-9, found
+
+
 # --------------------------------------------------------------------------- videos
 
 
@@ -552,7 +573,6 @@ def alone(kind: str) -> tuple[float, bool]:
     for mask in (batch["attention_mask"], batch["attention_mask"].flip(1)):
         given = {**batch, "attention_mask": mask}
         labels = labels_of(given)
-        labels[:, 5] = -100  # padding predicts no token
         device, want = on_one_device(model, given, labels)
         made, handler = prepared(model, **RING)
         whole, seen = step(made, handler, given, labels), mask.bool()
