@@ -65,7 +65,7 @@ from .huggingface.decoding import SplitModelCache, check_arguments, compare, one
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
-from .huggingface.inline_audio import InlineAudioHook, inline_audio_of
+from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import PLACES, MediaHook, owner_of
 from .huggingface.modules import (
@@ -155,8 +155,8 @@ def prepare_model(
         MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
         ImageKeysHook(hook.binding, model).attach(owner)
-    if (owner := inline_audio_of(model, decoder)) is not None:
-        InlineAudioHook(hook.binding, model).attach(owner)
+    if (owner := inline_media_of(model, decoder)) is not None:
+        InlineMediaHook(hook.binding, model).attach(owner, decoder)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     if model is not decoder:

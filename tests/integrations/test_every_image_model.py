@@ -79,9 +79,9 @@ def verdict(kind: str) -> tuple[str, str, str]:
     names = "get_image_features", "get_video_features", "get_audio_features"
     methods = [x for x in names for m in model.modules() if hasattr(m, x)]
     takes = any(MEDIA.match(x) for x in inspect.signature(model.forward).parameters)
-    what = "text" if not takes else "images" if takes_images(kind) else "audio"
+    what = "text" if not takes else "images" if takes_images(kind) or kind == "phi4_multimodal" else "audio"
     try:
-        if not methods and takes and kind not in ("mllama", "qwen2_audio"):
+        if not methods and takes and kind not in ("mllama", "phi4_multimodal", "qwen2_audio"):
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
             name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
