@@ -72,7 +72,7 @@ PRIVATE_ELSEWHERE = {
         "_prepare_decoder_attention_mask",
     ): "the method by which Kosmos 2 makes its mask, as the model of transformers defines it",
     (
-        "integrations/huggingface/inline_audio.py",
+        "integrations/huggingface/inline_media.py",
         "_get_feat_extract_output_lengths",
     ): "the numbers of rows of clips, which Qwen2-Audio's tower computes under this name only",
     ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",

@@ -65,7 +65,7 @@ from .huggingface.decoding import SplitModelCache, check_arguments, compare, one
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
-from .huggingface.inline_audio import InlineAudioHook, inline_audio_of
+from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import PLACES, MediaHook, owner_of
 from .huggingface.modules import (
@@ -73,6 +73,7 @@ from .huggingface.modules import (
     direct_attention,
     is_lightning,
     no_mask,
+    prepare_counting,
     prepare_positions,
     prepare_rotary,
     route,
@@ -154,8 +155,8 @@ def prepare_model(
         MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
         ImageKeysHook(hook.binding, model).attach(owner)
-    if (owner := inline_audio_of(model, decoder)) is not None:
-        InlineAudioHook(hook.binding, model).attach(owner)
+    if (owner := inline_media_of(model, decoder)) is not None:
+        InlineMediaHook(hook.binding, model).attach(owner, decoder)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     if model is not decoder:
@@ -309,6 +310,8 @@ class _KeywordBatch(WholeBatch):
         if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
+        if self.state.tokens is not None and _rows(self.entries.get(TOKEN_TYPES[0])):
+            self._count_padding()  # by its type it may see the tokens behind it (PaliGemma)
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=documents_table([0, self.padded]))
 
@@ -324,6 +327,10 @@ class _KeywordBatch(WholeBatch):
         behind = shown.flip(1).cumsum(1).flip(1) == 0
         if not bool((behind & counted).any()):
             return
+        self._count_padding()
+
+    def _count_padding(self) -> None:
+        """Let padding see what a mask of keys leaves of the tokens, as on one device."""
         self.state = replace(self.state, padding_counts=True)
         if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
             documents = self.state.documents if self.state.tokens is None else documents_table([0, self.padded])
@@ -345,7 +352,7 @@ class _KeywordBatch(WholeBatch):
         if counted is None and self.padded > self.length:
             counted = self._padded(torch.ones(self.first.shape[:2], dtype=torch.bool))
         types = {name: self._padded(self.entries[name], -1) for name in TOKEN_TYPES if _rows(self.entries.get(name))}
-        if self.mask is not None:
+        if self.mask is not None and self.state.keys is None and not self.state.padding_counts:
             types = {name: x.masked_fill(~self.mask.bool(), -1) for name, x in types.items()}
         return replace(
             self.state,
@@ -426,6 +433,7 @@ class DecoderHook:
             hooks(mixer, describe(mixer), mixer_state).attach(mixer)
         if "position_ids" not in self.keywords:
             prepare_positions(decoder)
+        prepare_counting(decoder)
         prepare_biases(decoder)
         if self.direct:
             route(self.direct)

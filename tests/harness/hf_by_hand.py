@@ -139,7 +139,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 64, "torch_dtype": "float64"},
     },
-    "phi4_multimodal": {**TEXT, **HYBRID["phi4_multimodal"]},
+    "phi4_multimodal": {
+        **TEXT,
+        "vision_config": {**HYBRID["phi4_multimodal"]["vision_config"], "image_token_id": 58},
+        "audio_config": {**HYBRID["phi4_multimodal"]["audio_config"], "audio_token_id": 57},
+    },
     "inkling_mm_model": {"vision_config": {"patch_size": 4}},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": VOICE,
@@ -263,6 +267,17 @@ def _flat(config: Any, generator: torch.Generator) -> dict[str, Any]:
     return {"flattened_patches": torch.cat([at.double().expand(2, -1, -1), patches], -1)}
 
 
+def _crops(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """An image of one crop, padded to two, and one of two crops, of whose second one half is padding; the first crop of
+    both is the whole image."""
+    mask = torch.ones(2, 3, 4, 4)
+    mask[1, 2, :, 2:] = 0
+    pixels = _normal(generator, 2, 3, 3, 16, 16)
+    pixels[0, 2] = 0.0
+    sizes = torch.tensor([[16, 16], [16, 32]])
+    return {"image_pixel_values": pixels, "image_sizes": sizes, "image_attention_mask": mask}
+
+
 ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "apertus1p5": _with_sizes,
     "chameleon": _square(3, 16, 16),
@@ -280,5 +295,9 @@ ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "molmo2": _pooled,
     "nemotron_h_omni": _grid_of_two,
     "perception_lm": _square(1, 3, 16, 16),
+    "phi4_multimodal": _crops,
 }
 """Functions that make the entries of two images for the configuration of a type."""
+ROWS = {"phi4_multimodal": [2 * 3 + 1 + 2 * 3, 2 * 4 + 1 + 2 * 3]}
+"""The rows of each of two images, for types without a method that encodes them: lines of an image end with a row, and
+one stands before the whole image."""

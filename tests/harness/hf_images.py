@@ -84,8 +84,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": {
             **_each("intermediate_size_mlp", 24),
-            **_each("attention_chunk_size", 512),
-            **_each("attn_temperature_tuning", False),
+            **{"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 3},
+            "layer_types": ["chunked_attention", "full_attention"],
         },
         "vision_config": {
             **_each("vision_output_dim projector_input_dim projector_output_dim", 16),
@@ -287,6 +287,8 @@ def item_of(entries: dict[str, Any], i: int) -> dict[str, Any]:
 
 def rows_of(model: Any, entries: dict[str, Any], name: str = "") -> list[int]:
     """The numbers of rows that the model makes of each image, or by the method of this name."""
+    if made := hf_by_hand.ROWS.get(model.config.model_type):
+        return made
     name = name or next(x for x in ("get_image_features", "get_video_features") if hasattr(owner(model), x))
     with torch.no_grad():
         output = getattr(owner(model), name)(**entries, return_dict=True)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
@@ -22,7 +22,15 @@ from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import qwen4, sparse
 from .media import encoders_in, owner_of
-from .modules import direct_attention, id_position_modules, is_lightning, position_modules, sinusoids
+from .modules import (
+    counting,
+    counts_after_cache,
+    direct_attention,
+    id_position_modules,
+    is_lightning,
+    position_modules,
+    sinusoids,
+)
 from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
 from .seams import source_of
@@ -36,12 +44,12 @@ POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
 """Names of heads that pool over the sequence."""
-COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
-"""Code that counts positions of the local hidden states."""
 SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(")
 """Code that reads other positions than a token's own."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
+MISSING = {"Llama4ForConditionalGeneration": ("MoeCausalLMOutputWithPast", "image_outputs")}
+"""Models whose forward reads an attribute of an output that does not have it (transformers 5.24.0)."""
 MEDIA = re.compile(
     r"^(pixel|image(?!_embeds_position_mask)|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
     r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention_states|mm_encoder"
@@ -59,16 +67,20 @@ def base_of(model: Any) -> PreTrainedModel:
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of a model. (Some models name their output layer ``decoder``, and ``get_decoder`` returns that.)"""
     found: Any = model.get_decoder()
-    inside = (
-        found.get_decoder() if isinstance(found, PreTrainedModel) else None
-    )  # of a model with a head (Nemotron omni)
-    if isinstance(inside, PreTrainedModel):
+    if not isinstance(found, PreTrainedModel):
+        found = getattr(model, model.base_model_prefix, model)
+    if (
+        isinstance(inside := found.get_decoder(), PreTrainedModel) and inside is not found
+    ):  # with a head (Nemotron omni)
         return inside
-    return found if isinstance(found, PreTrainedModel) else getattr(model, model.base_model_prefix, model)
+    inner = [m for m in found.children() if isinstance(m, PreTrainedModel)]
+    headed = found.get_output_embeddings() is not None  # Llama 4 and Kosmos 2, which do not find what is inside
+    return inner[0] if headed and len(inner) == 1 else found
 
 
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
+    _check_runs(model)
     name, config = type(decoder).__name__, decoder.config
     if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
         raise NotImplementedError(
@@ -122,9 +134,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     )
     _refuse_modules(
         decoder,
-        [m for m in decoder.modules() if m is not decoder and _counts_positions(m)],
-        "counts positions by itself, from 0 on every rank (for a scale of attention that grows with them). Use a model "
-        "without it (Llama 4: attn_temperature_tuning=False)",
+        [m for m in counting(decoder) if not counts_after_cache(m)],
+        "counts positions by itself, from 0 on every rank. Use a model whose layers are given them",
     )
     counted = (
         "position_ids" in inspect.signature(decoder.forward).parameters
@@ -136,6 +147,18 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
+        )
+
+
+def _check_runs(model: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for a model whose forward raises an error on one device, too."""
+    name, file = type(model).__name__, sys.modules[type(model).__module__]
+    made, read = MISSING.get(name, ("", ""))
+    if made and read in source_of(type(model).forward) and not hasattr(getattr(file, made, None), read):
+        raise NotImplementedError(
+            f"{name} raises AttributeError in transformers {__version__}, on one device too, because it reads {read} "
+            f"of a {made}, which has none. Set {file.__name__}.{made}.{read} = None before prepare_model, or install "
+            "another version of transformers"
         )
 
 
@@ -185,13 +208,6 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     return [f"layers of type {kind}" for kind in sorted(kinds)] or [
         f"modules {name}" for name in sorted(kinds_of_modules)
     ]
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """True for a layer that makes positions of its hidden states. (Layers of Llama 4 do so for a scale that most of
-    them do not have.)"""
-    scales = getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False)
-    return bool(scales and COUNTS.search(source_of(type(module).forward)))
 
 
 def _shifts(module: nn.Module) -> bool:

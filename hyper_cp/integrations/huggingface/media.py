@@ -483,12 +483,20 @@ class Exchange:
             return torch.zeros(1, length, dtype=torch.bool)
         if kind == "image" and PLACES in self.ready.token_types:
             return self.ready.token_types[PLACES] > 0
-        config: Any = self.owner.config
-        ids = [getattr(config, name) for name in TOKENS[kind] if getattr(config, name, None) is not None]
-        found = torch.isin(media.tokens, torch.tensor(ids))
+        found = torch.isin(media.tokens, torch.tensor(self.ids(kind)))
         if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
-            found = media.tokens == config.image_token_id  # GLM-4V inserts videos at tokens of images
+            found = torch.isin(
+                media.tokens, torch.tensor(self.ids("image"))
+            )  # GLM-4V inserts videos at tokens of images
         return F.pad(found, (0, length - found.shape[1]))
+
+    def ids(self, kind: str) -> list[int]:
+        """The placeholder tokens of a kind, which the configuration of its encoder names if that of the model does not
+        (Phi 4)."""
+        config: Any = self.owner.config
+        part = getattr(config, {"audio": "audio_config"}.get(kind, "vision_config"), None)
+        found = [[x for name in TOKENS[kind] if (x := getattr(of, name, None)) is not None] for of in (config, part)]
+        return found[0] or found[1]
 
     def _held(self) -> list[Tensor]:
         """The positions that each rank holds."""
