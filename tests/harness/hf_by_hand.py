@@ -58,6 +58,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "encoder_config": {**TEXT, "hidden_size": 16, "num_key_value_heads": 2, "num_attention_heads": 2},
         },
     },
+    "blip": {"text_config": {"encoder_hidden_size": 16, "hidden_act": "gelu"}},
+    "idefics": {
+        **{**TEXT, "freeze_text_layers": False, "freeze_vision_layers": False, "use_resampler": True},
+        "perceiver_config": {
+            **{"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8},
+        },
+    },
     "janus": {
         "vision_config": {"projection_dim": 32, "mlp_ratio": 2.0, "num_image_tokens": 16},
         "vq_config": {

@@ -51,8 +51,8 @@ PLACES = "image_embeds_position_mask"
 """The entry ``[B, S]`` that is 1 on placeholder tokens of images, in place of such an id (Kosmos)."""
 FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features", "attention_mask")
 """The parts of an encoder's output that have a row for each token, which models insert, and the mask of these rows."""
-EXTEND = "embed_tokens_extend"
-"""The module of a decoder that does nothing without images and audio (Phi 4)."""
+ENCODERS = ("embed_tokens_extend", "vision_model", "perceiver_resampler")
+"""Modules of decoders that do nothing but encode images and audio: of Phi 4, and of Idefics."""
 OF_TOKENS = ("position_ids", "context_parallel")
 """Keywords of this rank's tokens that some models hand on to encoders, too."""
 PASSED_ON = ("qformer_outputs", "vision_outputs", "visual_indicator_features")
@@ -82,7 +82,7 @@ def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
 def encoders_in(model: nn.Module) -> set[nn.Module]:
     """The modules with which a model, or a decoder (Chameleon), encodes images and audio by its methods."""
     code = "".join(source_of(getattr(type(model), name, len)) for name in METHODS.values())
-    found = [x for name, x in model.named_children() if name == EXTEND or re.search(rf"\bself\.{name}\b", code)]
+    found = [x for name, x in model.named_children() if name in ENCODERS or re.search(rf"\bself\.{name}\b", code)]
     return {module for x in found for module in x.modules()}
 
 
