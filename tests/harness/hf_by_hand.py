@@ -244,14 +244,29 @@ def _tiles(config: Any, generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
+_WINDOWS = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]])
+"""Windows of two by two of the sixteen patches of a crop."""
+
+
 def _pooled(config: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Two images of one crop each; four tokens, which pool four patches of a crop, and one, of all images."""
-    pooling = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15], [0, 5, 10, 15]])
+    """An image of three crops and one of one. Tokens pool windows of the first crop, and windows of the others, the
+    last of which lack patches."""
+    high = torch.cat([_WINDOWS + 16, _WINDOWS + 32])
+    high[-1, 2:] = -1
     return {
-        "pixel_values": _normal(generator, 2, 16, 48),
-        "image_token_pooling": torch.cat([pooling, pooling + 16]),
-        "image_grids": torch.tensor([[1, 1, 2, 2], [1, 1, 2, 2]]),
-        "image_num_crops": torch.tensor([1, 1]),
+        "pixel_values": _normal(generator, 4, 16, 48),
+        "image_token_pooling": torch.cat([_WINDOWS, high, _WINDOWS + 48]),
+        "image_grids": torch.tensor([[2, 2, 2, 4], [2, 2, 0, 0]]),
+        "image_num_crops": torch.tensor([3, 1]),
+    }
+
+
+def _pooled_videos(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """A video of three frames and one of one."""
+    return {
+        "pixel_values_videos": _normal(generator, 4, 16, 48),
+        "video_token_pooling": torch.cat([_WINDOWS + 16 * i for i in range(4)]),
+        "video_grids": torch.tensor([[3, 2, 2], [1, 2, 2]]),
     }
 
 
@@ -289,3 +304,5 @@ ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "perception_lm": _square(1, 3, 16, 16),
 }
 """Functions that make the entries of two images for the configuration of a type."""
+VIDEOS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {"molmo2": _pooled_videos}
+"""The same for videos."""

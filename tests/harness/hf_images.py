@@ -392,14 +392,16 @@ def labels_of(batch: dict[str, Any]) -> Tensor:
 def video_batch(model: Any, apart: bool) -> dict[str, Any]:
     """A row with a video of three frames, whose tokens stand together or ``apart``, with text between frames; and a row
     without. (LLaVA: two videos of three frames.)"""
-    if "video_grid_thw" in inspect.signature(type(owner(model)).get_video_features).parameters:
+    if made := hf_by_hand.VIDEOS.get(owner(model).config.model_type):
+        entries = made(owner(model).config, torch.Generator().manual_seed(5))
+    elif "video_grid_thw" in inspect.signature(type(owner(model)).get_video_features).parameters:
         entries = images(model, [(3, 4, 4)], seed=5, video=True)
     else:
         generator, side = torch.Generator().manual_seed(5), owner(model).config.vision_config.image_size
         pixels = torch.randn(2, 3, 3, side, side, generator=generator, dtype=torch.float64)
         entries = {"pixel_values_videos": pixels}
     total, frames = sum(rows_of(model, entries, "get_video_features")), 3 if apart else 1
-    token = IMAGE if "glm" in type(model).__name__.lower() else VIDEO
+    token = IMAGE if type(model).__name__.lower().startswith(("glm", "molmo")) else VIDEO
     ids = torch.randint(3, 50, (2, total + 20), generator=torch.Generator().manual_seed(0))
     types, at = torch.zeros_like(ids), 2
     for _ in range(frames):

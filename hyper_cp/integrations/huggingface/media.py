@@ -70,6 +70,8 @@ SHORTEST = 20
 """Half the frames of a blank clip, for encoders that take any number."""
 COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
+CROPS = "image_num_crops"
+"""The numbers of crops of images, which a forward takes without need (Molmo 2)."""
 
 
 def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
@@ -113,12 +115,18 @@ class Items:
     costs: list[float]
     last: str = ""
     """The entry whose parts lie in its last dimension; "": none."""
+    pooled: str = ""
+    """The entry with numbers of patches, among those of all items; -1: none (Molmo 2)."""
 
     def run(self, start: int, stop: int) -> dict[str, Any]:
         """The entries of a run of items."""
         ends = {name: [0, *x] for name, x in self.ends.items()}
         parts = {name: slice(ends[name][start], ends[name][stop]) for name in self.entries}
-        return {name: x[..., parts[name]] if name == self.last else x[parts[name]] for name, x in self.entries.items()}
+        found = {name: x[..., parts[name]] if name == self.last else x[parts[name]] for name, x in self.entries.items()}
+        if self.pooled:
+            pixels, x = next(iter(self.entries)), found[self.pooled]
+            found[self.pooled] = torch.where(x < 0, x, x - ends[pixels][start] * self.entries[pixels].shape[1])
+        return found
 
     def joined(self, other: Items) -> Items:
         """Both kinds of items under the names of the first: the entries of both have the same order."""
@@ -134,6 +142,8 @@ class Items:
 
 def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     """Read the images or videos of a batch; ``NotImplementedError`` for entries that do not hold one part for each."""
+    if f"{kind}_token_pooling" in entries:
+        return _pooled(owner, kind, entries)
     method = getattr(type(owner), METHODS[kind])
     names = [name for name in (*inspect.signature(method).parameters, *_rows_mask(owner, kind)) if name in entries]
     given = {name: entries[name] for name in names}
@@ -164,6 +174,21 @@ def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     if bad:
         _refuse(owner, bad, f"whose dimension 0 does not hold one part for each of {len(costs)} items ({kind})")
     return Items(given, ends, costs, last)
+
+
+def _pooled(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
+    """Images that consist of crops, or videos of frames, whose rows pool patches by their numbers in the batch."""
+    pixels, pooled, grids = _names(owner, METHODS[kind])
+    grid = entries[grids]
+    if kind == "image" and CROPS not in entries:
+        _refuse(owner, [pixels], f"without {CROPS}, so it is not known which crops belong to one image")
+    crops = (entries[CROPS] if kind == "image" else grid[:, 0]).tolist()
+    rows = grid[:, 0] * grid[:, 1] + grid[:, 2] * grid[:, 3] if kind == "image" else grid.prod(1)
+    ends = {pixels: [*accumulate(crops)], pooled: [*accumulate(rows.tolist())], grids: [*range(1, len(grid) + 1)]}
+    given = {name: entries[name] for name in ends}
+    if bad := [name for name, x in given.items() if len(x) != (ends[name] or [0])[-1]]:
+        _refuse(owner, bad, f"whose dimension 0 does not hold what {grids} or {CROPS} counts for {len(grid)} items")
+    return Items(given, ends, [float(x) for x in crops], pooled=pooled)
 
 
 def _parts_of(x: Any, last: bool) -> int:
@@ -210,7 +235,7 @@ class MediaHook:
         self.binding, self.model = binding, model
         self.fields = fields_read(owner)
         self.parameters = inspect.signature(owner.forward).parameters
-        self.known = {x for kind in METHODS for x in _entries(owner, kind) if x in self.parameters}
+        self.known = {x for kind in METHODS for x in (*_entries(owner, kind), CROPS) if x in self.parameters}
 
     def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of a decoder that encodes images by itself before its others."""
