@@ -78,6 +78,13 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     name, config = type(decoder).__name__, decoder.config
     if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
+        inside = getattr(model, "language_model", None)
+        if isinstance(inside, PreTrainedModel) and stacks_of(inside) is not None:  # BLIP-2 with T5
+            raise NotImplementedError(
+                f"{type(model).__name__} gives rows of images to an encoder-decoder, {type(inside).__name__}, which "
+                "splits its source and its target by itself. Call prepare_model(model.language_model, ...), and the "
+                "model with the whole batch on every rank"
+            )
         raise NotImplementedError(
             f"{type(model).__name__} is an encoder-decoder without a head that predicts the tokens of its target, or "
             "not of text alone. Put ContextParallel styles on its attention modules with parallelize_module"
