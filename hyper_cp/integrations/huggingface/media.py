@@ -70,8 +70,10 @@ SHORTEST = 20
 """Half the frames of a blank clip, for encoders that take any number."""
 COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
+POOLING = {"image": "image_token_pooling", "video": "video_token_pooling"}
+"""Entries with the numbers of the patches that each row pools (Molmo 2)."""
 CROPS = "image_num_crops"
-"""The numbers of crops of images, which a forward takes without need (Molmo 2)."""
+"""The numbers of crops of images, which its forward takes, but no encoder."""
 
 
 def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
@@ -142,7 +144,7 @@ class Items:
 
 def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     """Read the images or videos of a batch; ``NotImplementedError`` for entries that do not hold one part for each."""
-    if f"{kind}_token_pooling" in entries:
+    if POOLING.get(kind) in entries:
         return _pooled(owner, kind, entries)
     method = getattr(type(owner), METHODS[kind])
     names = [name for name in (*inspect.signature(method).parameters, *_rows_mask(owner, kind)) if name in entries]
