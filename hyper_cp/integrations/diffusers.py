@@ -82,6 +82,10 @@ class _Family:
     """Modules of attention whose queries and keys are one of the two each, of which ``prompt`` then is a second stream
     (audio): the name, and what queries and keys are."""
 
+    prompt_alone: bool = False
+    """True if modules of attention attend twice: tokens of the prompt to those before them, and those of the image to
+    all."""
+
     def stream(self, module: str) -> tuple[Kinds, Kinds] | None:
         """The kinds of tokens of the queries and the keys of a module of attention in a block, if they never change."""
         return next((((queries,), (keys,)) for name, queries, keys in self.streams if name == module), None)
@@ -146,6 +150,15 @@ _FAMILIES = {
     "CogView3PlusTransformer2DModel": _COGVIEW,
     "CogView4Transformer2DModel": _PAIRED,
     "ConsisIDTransformer3DModel": _COGVIEW,
+    "Cosmos3OmniTransformer": _Family(
+        *(("layers",), ("self_attn",)),
+        order=_TEXT_FIRST,
+        returned=_TEXT_FIRST,
+        image="gen_seq",
+        prompt="und_seq",
+        dim=0,
+        prompt_alone=True,
+    ),
     "CosmosTransformer3DModel": _CROSS,
     "DiTTransformer2DModel": _CROSS,
     "DreamLiteTransformer2DModel": _CROSS,
@@ -475,6 +488,7 @@ class _Stage:
         call = current_call()
         if call is not None:
             call.adapt = partial(self.with_masks, stream)
+            call.binding.warned = True  # keys of other tokens than the queries are those of the family
             if given.get("all_perturbed"):  # values are returned, without attention, on every rank
                 call.must_route = False
 
@@ -482,6 +496,10 @@ class _Stage:
         """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
         module makes its mask for this rank's keys, or has got that of the whole sequence."""
         ranks, picks = range(self.handler.cp.size), self.family.picks
+        if self.family.prompt_alone and request.is_causal:
+            stream, request.is_causal = ((PROMPT,), (PROMPT,)), False
+            before = torch.ones(self.lengths[PROMPT], self.lengths[PROMPT], dtype=torch.bool).tril()
+            request.mask = before.to(request.query.device)[None, None]
         queries, keys = request.query.shape[2], request.key.shape[2]
         of_queries, of_keys = stream or ((IMAGE,) if n < self.local_length else self.both for n in (queries, keys))
         if picks:  # fewer of both

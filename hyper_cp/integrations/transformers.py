@@ -41,7 +41,6 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
-    MEDIA,
     POOLED,
     base_of,
     check_adapters,
@@ -55,6 +54,7 @@ from .huggingface.checks import (
     counts_mask,
     decoder_of,
     has_attention,
+    is_media,
     makes_mask,
     masks_by_types,
     mixers_of,
@@ -63,7 +63,7 @@ from .huggingface.checks import (
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
-from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
+from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of, layers_of
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME, prepare_latents
@@ -137,7 +137,8 @@ def prepare_model(
     for stack in stacks:
         check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
-    hooks = [DecoderHook(style, mesh, stack) for stack in stacks]  # all before the first: they may share a config
+    # All are made before the first one is attached: they may share a config.
+    hooks = [DecoderHook(style, mesh, stack, layers_of(model, stack)) for stack in stacks]
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
         attend_locally(model, stack, hook.implementation)
@@ -154,7 +155,7 @@ def prepare_model(
     if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
         MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
-        ImageKeysHook(hook.binding, model).attach(owner)
+        ImageKeysHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := inline_media_of(model, decoder)) is not None:
         InlineMediaHook(hook.binding, model).attach(owner, decoder)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
@@ -278,7 +279,7 @@ class _KeywordBatch(WholeBatch):
     masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
 
     def __init__(self, handler: Shares, entries: dict[str, Any]) -> None:
-        self.media = {name: entries.pop(name) for name in [*entries] if MEDIA.match(str(name))}
+        self.media = {name: entries.pop(name) for name, x in [*entries.items()] if is_media(str(name), x)}
         self.media = {name: x for name, x in self.media.items() if x is not None}
         tokens, documents = check_entries(entries), take_documents(entries)
         self.whole = tokens, entries.get("attention_mask")
@@ -396,7 +397,9 @@ def _rows(x: Any) -> TypeGuard[Tensor]:
 class DecoderHook:
     """The hooks of a decoder's forward: they read the batch state, which masks, rotary tables and all layers share."""
 
-    def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: PreTrainedModel) -> None:
+    def __init__(
+        self, style: ContextParallel, mesh: DeviceMesh, decoder: PreTrainedModel, to_images: set[nn.Module]
+    ) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
         self.implementation: str = decoder.config._attn_implementation
         """The attention implementation before the model was prepared, for meshes of one rank."""
@@ -411,8 +414,11 @@ class DecoderHook:
         routed = not decoder._can_set_attn_implementation() and has_attention(decoder)
         self.direct = direct_attention(decoder) if routed else []
         """Attention modules that call SDPA themselves."""
-        self.written = written_attention(decoder) if routed and not self.direct else []
+        written = written_attention(decoder) if routed and not self.direct else []
+        self.written = [module for module in written if module not in to_images]
         """Attention modules that write attention out."""
+        self.sees_images = bool(to_images)
+        """True if modules of the decoder attend to images, which are the states of an encoder."""
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
@@ -549,7 +555,7 @@ class DecoderHook:
                 f"{self.binding.name} got {len(args)} positional arguments. The entries of a batch are found by their "
                 "names. Pass all but input_ids by keyword"
             )
-        if kwargs.get("encoder_hidden_states") is not None and self.two is None:
+        if kwargs.get("encoder_hidden_states") is not None and self.two is None and not self.sees_images:
             raise NotImplementedError(
                 f"{self.binding.name} got encoder_hidden_states. They are another sequence than the one that "
                 "prepare_batch splits. Put ContextParallel styles on its attention modules with parallelize_module"

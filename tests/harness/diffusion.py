@@ -436,6 +436,34 @@ def _qwen21(draw: Draw) -> Made:
 
 
 _CHROMA = {"approximator_num_channels": 8, "approximator_hidden_dim": 12, "approximator_layers": 1}
+
+
+def _cosmos3(draw: Draw) -> Made:
+    """9 tokens of text, 23 of a video, whose first frame is given, and of sound and of an action."""
+    config = {"head_dim": 8, "hidden_size": 32, "intermediate_size": 24, "latent_channel": 4, "latent_patch_size": 2}
+    config |= {"num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "patch_latent_dim": 16}
+    config |= {"vocab_size": 61, "rope_axes_dim": (2, 1, 1), "sound_gen": True, "sound_dim": 5, "rope_theta": 1e4}
+    config |= {"action_gen": True, "action_dim": 6, "num_embodiment_domains": 3}
+    text, video, sound, action = 9, 3 * 2 * 2, 7, 4
+    ends = [text, text + video, text + video + sound, text + video + sound + action]
+    moving = torch.arange(text + 4, ends[1])
+    inputs = {
+        **{"input_ids": torch.arange(3, 3 + text), "text_indexes": torch.arange(text), "und_len": text},
+        **{"sequence_length": ends[3], "vision_tokens": [draw(1, 4, 3, 4, 4)], "vision_token_shapes": [(3, 2, 2)]},
+        **{"vision_sequence_indexes": torch.arange(text, ends[1]), "vision_mse_loss_indexes": moving},
+        **{"vision_timesteps": draw(8).abs(), "vision_noisy_frame_indexes": [torch.tensor([1, 2])]},
+        **{"sound_tokens": [draw(5, 7)], "sound_token_shapes": [(7, 1, 1)], "sound_timesteps": draw(7).abs()},
+        **{"sound_noisy_frame_indexes": [torch.arange(7)], "action_tokens": [draw(4, 6)]},
+        **{"action_token_shapes": [(4, 1, 1)], "action_timesteps": draw(4).abs()},
+        **{"action_noisy_frame_indexes": [torch.arange(4)], "action_domain_ids": [torch.tensor(1)]},
+        "position_ids": torch.arange(ends[3]).expand(3, -1) * torch.tensor([[1], [2], [3]]) % 17,
+    }
+    for name, start, end in (("sound", ends[1], ends[2]), ("action", ends[2], ends[3])):
+        at = torch.arange(start, end)
+        inputs |= {f"{name}_sequence_indexes": at, f"{name}_mse_loss_indexes": at}
+    return config, inputs
+
+
 MADE = {
     "FluxTransformer2DModel": lambda draw: _with(
         _flux(draw, pooled_projection_dim=6, axes_dims_rope=(2, 2, 4)), pooled_projections=draw(2, 6)
@@ -497,6 +525,7 @@ MADE = {
     "BriaFibo2Transformer2DModel": _fibo2,
     "QwenImage21Transformer2DModel": _qwen21,
     "SanaWMLTX2RefinerTransformer3DModel": _refiner,
+    "Cosmos3OmniTransformer": _cosmos3,
 }
 
 
@@ -519,7 +548,6 @@ _STREAMS = "two streams of tokens (video and audio, or a reference), which its b
 _LINEAR = "linear attention: sums over all tokens beside the attention calls"
 NOT_SUPPORTED = {
     "AnyFlowFARTransformer3DModel": "flex_attention with a mask of blocks of the whole sequence; not tried",
-    "Cosmos3OmniTransformer": "two sequences, of which one is causal and the other attends to both; not tried",
     "Kandinsky6SRTransformer3DModel": "attention selects blocks of keys by averages over the whole sequence",
     "Kandinsky6Transformer3DModel": _STREAMS,
     "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",

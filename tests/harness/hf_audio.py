@@ -75,7 +75,7 @@ def owner(model: Any) -> Any:
     """The innermost module that encodes images, videos or audio."""
     names = "get_image_features", "get_video_features", "get_audio_features"
     found = [m for m in model.modules() if any(hasattr(m, name) for name in names)]
-    return found[-1] if found else model.model  # Mllama
+    return found[-1] if found else getattr(model, "model", model)  # its layers attend to images
 
 
 def clips(model: Any, seed: int = 11) -> dict[str, Any]:

@@ -58,6 +58,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "encoder_config": {**TEXT, "hidden_size": 16, "num_key_value_heads": 2, "num_attention_heads": 2},
         },
     },
+    "blip": {"text_config": {"encoder_hidden_size": 16, "hidden_act": "gelu"}},
+    "idefics": {
+        **{**TEXT, "freeze_text_layers": False, "freeze_vision_layers": False, "use_resampler": True},
+        "perceiver_config": {
+            **{"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8},
+        },
+    },
     "janus": {
         "vision_config": {"projection_dim": 32, "mlp_ratio": 2.0, "num_image_tokens": 16},
         "vq_config": {
@@ -241,14 +248,29 @@ def _tiles(config: Any, generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
+_WINDOWS = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]])
+"""Windows of two by two of the sixteen patches of a crop."""
+
+
 def _pooled(config: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Two images of one crop each; four tokens, which pool four patches of a crop, and one, of all images."""
-    pooling = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15], [0, 5, 10, 15]])
+    """An image of three crops and one of one. Tokens pool windows of the first crop, and windows of the others, the
+    last of which lack patches."""
+    high = torch.cat([_WINDOWS + 16, _WINDOWS + 32])
+    high[-1, 2:] = -1
     return {
-        "pixel_values": _normal(generator, 2, 16, 48),
-        "image_token_pooling": torch.cat([pooling, pooling + 16]),
-        "image_grids": torch.tensor([[1, 1, 2, 2], [1, 1, 2, 2]]),
-        "image_num_crops": torch.tensor([1, 1]),
+        "pixel_values": _normal(generator, 4, 16, 48),
+        "image_token_pooling": torch.cat([_WINDOWS, high, _WINDOWS + 48]),
+        "image_grids": torch.tensor([[2, 2, 2, 4], [2, 2, 0, 0]]),
+        "image_num_crops": torch.tensor([3, 1]),
+    }
+
+
+def _pooled_videos(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """A video of three frames and one of one."""
+    return {
+        "pixel_values_videos": _normal(generator, 4, 16, 48),
+        "video_token_pooling": torch.cat([_WINDOWS + 16 * i for i in range(4)]),
+        "video_grids": torch.tensor([[3, 2, 2], [1, 2, 2]]),
     }
 
 
@@ -301,3 +323,5 @@ ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
 ROWS = {"phi4_multimodal": [2 * 3 + 1 + 2 * 3, 2 * 4 + 1 + 2 * 3]}
 """The rows of each of two images, for types without a method that encodes them: lines of an image end with a row, and
 one stands before the whole image."""
+VIDEOS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {"molmo2": _pooled_videos}
+"""The same for videos."""

@@ -42,12 +42,18 @@ def prepare(model: nn.Module, mode: str, gradients: str = "sum") -> None:
     prepare_transformer(model, cp_mesh(), style=ContextParallel(**MODES[mode]), gradients=gradients)
 
 
+def flat(output: Any) -> Tensor:
+    """A tensor of all that a model returns: a tuple of one, images in a list, or lists of several kinds."""
+    if isinstance(output, Tensor):
+        return output
+    parts = [flat(x) for x in output if x is not None]
+    return parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
+
+
 def step(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The output, and all gradients as one vector."""
     with InDouble():
-        output = model(**inputs, return_dict=False)
-        while not isinstance(output, Tensor):  # a tuple of one, or a list of images
-            output = output[0] if len(output) == 1 else torch.cat([x.flatten() for x in output])
+        output = flat(model(**inputs, return_dict=False))
         output.square().mean().backward()
     return output.detach(), torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]

@@ -559,7 +559,8 @@ def test_micro_batches_of_trainer_with_and_without_images(ranks: Any, tmp_path: 
 
 @on_ranks
 def wrong(case: str) -> None:
-    kinds = {"truncated": "llava", "marks": "glm5_next", "dropout": "phi4_multimodal", "sizes": "phi4_multimodal"}
+    kinds = {"truncated": "llava", "marks": "glm5_next", "crops": "molmo2", "no crops": "molmo2"}
+    kinds |= {"dropout": "phi4_multimodal", "sizes": "phi4_multimodal"}
     model = tiny(kinds.get(case, "qwen2_5_vl"))
     batch = batch_of(model)
     if case == "truncated":
@@ -568,6 +569,10 @@ def wrong(case: str) -> None:
         batch["input_features"] = torch.zeros(1, 80, 20)
     elif case == "marks":
         batch |= images(model, video=True)
+    elif case == "crops":
+        batch["image_num_crops"] = batch["image_num_crops"] + 1
+    elif case == "no crops":
+        del batch["image_num_crops"]
     elif case == "patches":
         batch["pixel_values"] = batch["pixel_values"][:-1]
     elif case == "embeddings":
@@ -586,6 +591,8 @@ def wrong(case: str) -> None:
         ("truncated", ValueError, "placeholder tokens of the kind 'image', but its images make 32 rows"),
         ("audio", NotImplementedError, "got input_features, which its methods that encode"),
         ("patches", NotImplementedError, "got pixel_values, whose dimension 0 does not hold one part"),
+        ("crops", NotImplementedError, "got pixel_values, whose dimension 0 does not hold what image_grids or"),
+        ("no crops", NotImplementedError, "got pixel_values, without image_num_crops"),
         ("marks", NotImplementedError, "got pixel_values_videos, video_grid_thw, whose tokens it tells from those"),
         ("dropout", NotImplementedError, "Phi4MultimodalImageEmbedding has embd_pdrop=0.1"),
         (

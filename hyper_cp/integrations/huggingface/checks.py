@@ -58,6 +58,13 @@ MEDIA = re.compile(
 """Names of inputs other than text."""
 
 
+def is_media(name: str, x: Any) -> bool:
+    """True for an input other than text. (Idefics has a mask ``[B, S, images]``, which is split with the tokens, under
+    the name of a mask of patches in other models.)"""
+    of_tokens = name == "image_attention_mask" and isinstance(x, Tensor) and x.ndim == 3
+    return MEDIA.match(name) is not None and not of_tokens
+
+
 def base_of(model: Any) -> PreTrainedModel:
     """The model inside PEFT's wrapper around it; any other model itself."""
     inside = getattr(model, "get_base_model", None)
@@ -83,6 +90,13 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     _check_runs(model)
     name, config = type(decoder).__name__, decoder.config
     if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
+        inside = getattr(model, "language_model", None)
+        if isinstance(inside, PreTrainedModel) and stacks_of(inside) is not None:  # BLIP-2 with T5
+            raise NotImplementedError(
+                f"{type(model).__name__} gives rows of images to an encoder-decoder, {type(inside).__name__}, which "
+                "splits its source and its target by itself. Call prepare_model(model.language_model, ...), and the "
+                "model with the whole batch on every rank"
+            )
         raise NotImplementedError(
             f"{type(model).__name__} is an encoder-decoder without a head that predicts the tokens of its target, or "
             "not of text alone. Put ContextParallel styles on its attention modules with parallelize_module"
@@ -218,11 +232,13 @@ def _shifts(module: nn.Module) -> bool:
     return bool(counts and SHIFTS.search(source_of(type(module).forward)))
 
 
-def why_loss_is_wrong(model: nn.Module) -> str | None:
+def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
         return "its forward takes no shift_labels"
-    source = source_of(type(model).forward)
+    decoder = decoder_of(model)
+    around = (m for m in model.modules() if m is model or (m is not decoder and any(x is decoder for x in m.modules())))
+    source = "".join(source_of(type(module).forward) for module in around)  # a head may be inside (BLIP)
     if "cross_entropy(" in source or "CrossEntropyLoss" in source:
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     return None
@@ -308,7 +324,7 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "rank would keep the last positions of its own share. Leave it out; to generate call "
             "hyper_cp.hf.generate(model, handler, input_ids)"
         )
-    media = [key for key, x in kwargs.items() if x is not None and MEDIA.match(key)]
+    media = [key for key, x in kwargs.items() if x is not None and is_media(key, x)]
     if media:
         raise NotImplementedError(
             f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole "
