@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -134,6 +136,54 @@ def test_a_recompute_has_the_documents_of_its_forward(ranks: Any, kind: str) -> 
         assert len(of_rank) == 36
         for name, where, error in of_rank:
             assert error < FP64, (name, where)
+
+
+@on_ranks
+def nested(outer: bool) -> list[tuple[Any, Any, float]]:
+    """Errors of two checkpoints in one, by their kinds. Layers select other numbers of keys."""
+    mesh, g = cp_mesh(), torch.Generator().manual_seed(dist.get_rank())
+    values = torch.randn(1, SHARE, 8, generator=g, dtype=torch.float64)
+
+    def layer(x: Tensor, topk: int) -> Tensor:
+        q = x.unflatten(2, (2, 4)).transpose(1, 2)
+        selected = select_keys(q, q[:, :1], topk=topk, mesh=mesh)
+        out = attention(q, q, q, mesh=mesh, is_causal=True, selected=selected)
+        return x + out.transpose(1, 2).flatten(2)
+
+    def two(x: Tensor) -> Tensor:
+        return layer(layer(x, 3), 5)
+
+    def one(x: Tensor) -> Tensor:
+        return layer(x, 3)
+
+    def grads(run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum of the gradients of two backward passes."""
+        x = values.clone().requires_grad_()
+        out = run(x * 1).sin().sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        assert x.grad is not None
+        return x.grad
+
+    def within(first: bool | None, second: bool | None, x: Tensor) -> Tensor:
+        x = two(x) if first is None else checkpoint(two, x, use_reentrant=first)
+        return one(x) if second is None else checkpoint(one, x, use_reentrant=second)
+
+    want, found = grads(lambda x: one(two(x))), []
+    for first, second in product((True, False, None), repeat=2):
+        got = grads(partial(checkpoint, partial(within, first, second), use_reentrant=outer))
+        found.append((first, second, relative_error(got, want)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("outer", [True, False])
+def test_nested_checkpoints_have_the_selections_of_their_forward(ranks: Any, outer: bool) -> None:
+    """A reentrant one has recomputed, and is in backward, when those inside of it recompute."""
+    for of_rank in ranks(2, nested, outer):
+        assert len(of_rank) == 9
+        for first, second, error in of_rank:
+            assert error < FP64, (first, second)
 
 
 @on_ranks
