@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._torch import checkpoint
+
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
 FEW = 64
@@ -90,6 +92,8 @@ class BatchState:
         """The blocks of all threads that are in one."""
         self._lengths: dict[int, bool] = {}
         """Lengths of shares; True for those that a handler has split."""
+        self._had_documents = False
+        """True if the last function that was called with this mesh, in a forward, had documents of a block."""
         self.ran = False
         """True if anything has run over the whole sequence on this mesh."""
         self.averaged = False
@@ -206,6 +210,29 @@ class BatchState:
                 f"{others[0]!r} is in one on this cp mesh. A block holds in its own thread only. Enter "
                 "handler.documents(batch) in the thread of the forward too (documents(None) for a batch without "
                 "documents), or pass documents= to the module"
+            )
+        return found
+
+    def documents_of_call(self, caller: str) -> Tensor | None:
+        """:meth:`active_documents` for a function that is called with a mesh; in a recompute by activation
+        checkpointing those of its forward.
+
+        Raises:
+            RuntimeError: also if code of others recomputes the call in backward, and the block of its forward has
+                ended.
+        """
+        found: Tensor | None
+        (found,) = checkpoint.batch_state(self, lambda: (self.active_documents(caller),))
+        if torch.compiler.is_compiling():
+            return found
+        if not checkpoint.in_foreign_recompute():
+            self._had_documents = found is not None
+        elif found is None and self._had_documents and not self.in_block:
+            raise RuntimeError(
+                f"{caller} is recomputed in backward without documents, and had some in its last forward, whose block "
+                "has ended. This activation checkpointing is not torch's own, so nothing recorded them, and the "
+                "gradients would be wrong. Run backward inside the block, pass documents= to the function, or use "
+                "torch.utils.checkpoint"
             )
         return found
 

@@ -505,7 +505,7 @@ def _on_mesh(
         score = score_of_slices(slices, (q.shape[2] * cp.size, keys), q, score)
     own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
-        table = cp.batch.active_documents("attention")
+        table = cp.batch.documents_of_call("attention")
     if entries is not None and table is not None:
         raise NotImplementedError(
             "attention: entries with documents are not supported. Entries of one document would be seen by the next "

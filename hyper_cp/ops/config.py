@@ -214,8 +214,8 @@ class Operands:
 
     @property
     def differentiated(self) -> list[Tensor]:
-        """The tensors that backward gives gradients to, beside the sinks."""
-        single = self.weight, self.bias, self.entry_keys, self.entry_values
+        """The tensors that backward gives gradients to."""
+        single = self.sinks, self.weight, self.bias, self.entry_keys, self.entry_values
         return [*(x for x in single if x is not None), *self.captured]
 
     def listed(self) -> tuple[list[Tensor], tuple[str, ...]]:
@@ -232,7 +232,7 @@ class Operands:
         return Operands(**single, captured=[x for name, x in pairs if name == "captured"])
 
 
-DIFFERENTIATED = frozenset({"weight", "bias", "entry_keys", "entry_values", "captured"})
+DIFFERENTIATED = frozenset({"sinks", "weight", "bias", "entry_keys", "entry_values", "captured"})
 """The names of :attr:`Operands.differentiated`."""
 _SINGLE = tuple(field.name for field in fields(Operands) if field.name != "captured")
 

@@ -383,7 +383,9 @@ def attention_backward_op(
         work.run(plan.backward, keys, queries, compute, dq.result)
         (dq_local,) = queries.results(dq.result)
         check_nans_if_enabled(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
-    others = [*([] if work.latents is None else work.latents.gradients)]
+        # In the op, which has no derivative: outside of it a second one would take the log-sum-exp for a constant.
+        of_sinks = [] if given.sinks is None else [gradient_of_sinks(given.sinks, dout, out, lse, given.dlse)]
+    others = [*of_sinks, *([] if work.latents is None else work.latents.gradients)]
     others += [] if work.entries is None else work.entries.gradients
     others += [] if work.scores is None else work.scores.gradients
     # Contiguous on every rank: their user sums them over ranks, and collectives add memory whatever its strides are.
@@ -452,13 +454,10 @@ class Saved:
         """The last arguments of the backward op."""
         return self.options.arguments(given, self.scale, self.dropout_p)
 
-    def gradients(self, of_sinks: Tensor | None, of_others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def gradients(self, of_others: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the tensors that the op took, in their order."""
         others = iter(of_others)
-        return [
-            next(others) if name in DIFFERENTIATED else of_sinks if name == "sinks" else None
-            for name in self.options.tensors
-        ]
+        return [next(others) if name in DIFFERENTIATED else None for name in self.options.tensors]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -476,8 +475,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
     with backward_of(saved.caller):
         given = saved.operands(tensors, dlse, kernel)
         *grads, of_others = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))
-    of_sinks = None if given.sinks is None else gradient_of_sinks(given.sinks, dout, out, lse, dlse)
-    return *grads, saved.gradients(of_sinks, of_others), None, None, None
+    return *grads, saved.gradients(of_others), None, None, None
 
 
 def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> Tensor:

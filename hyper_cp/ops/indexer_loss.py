@@ -397,7 +397,7 @@ def _differentiate(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
     dloss = torch.zeros_like(kept[:, 0, :, 0]) if dloss is None else dloss
     with backward_of(saved.caller):
         grads = indexer_loss_backward_op(dloss, kept, *others[:6], *ctx.target, *saved.arguments(given))
-    return *grads, *[None] * 6, saved.gradients(None, ()), None, None, None
+    return *grads, *[None] * 6, saved.gradients(()), None, None, None
 
 
 indexer_loss_op.register_autograd(_differentiate, setup_context=_save)
