@@ -107,7 +107,7 @@ class ContextParallelSFT(ContextParallelTrainer):
 @contextmanager
 def _gathering_by_rank(trainer: Any) -> Iterator[None]:
     """A block in which TRL's numbers ``[]`` of each rank (sums over its tokens, means over its rows) are gathered for
-    metrics without data-parallel ranks whose rows the last batch repeats. Accelerate would take ranks for rows of it."""
+    metrics without data-parallel ranks whose rows the last batch repeats. Accelerate takes ranks for rows of it."""
     accelerator, cp = vars(trainer)["accelerator"], trainer.handler.cp.size
 
     def gather(x: Tensor) -> Tensor:
