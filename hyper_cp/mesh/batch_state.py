@@ -170,8 +170,14 @@ class BatchState:
         return entered[-1].split.length if entered and entered[-1].split else None
 
     @property
+    def padded_length(self) -> int | None:
+        """The same with padding. (That of a planned micro-batch may be more than its handler's layout needs.)"""
+        entered = self._this_thread.blocks.entered
+        return entered[-1].split.padded if entered and entered[-1].split else None
+
+    @property
     def ends(self) -> tuple[int, ...]:
-        """The same for each row of its documents, or for all rows in one number; (): the block does not know them."""
+        """The positions before padding for each row of its documents, or for all rows in one number; (): the block does not know them."""
         entered = self._this_thread.blocks.entered
         split = entered[-1].split if entered else None
         return () if split is None else split.ends or ((split.length,) if split.length else ())
