@@ -177,7 +177,8 @@ class BatchState:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The positions before padding for each row of its documents, or for all rows in one number; (): the block does not know them."""
+        """The positions before padding of each row of its documents, or of all rows in one number; (): the block does
+        not know them."""
         entered = self._this_thread.blocks.entered
         split = entered[-1].split if entered else None
         return () if split is None else split.ends or ((split.length,) if split.length else ())
