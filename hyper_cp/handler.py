@@ -24,7 +24,7 @@ from .data.pooling import pool
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
-from .mesh.batch_state import Split
+from .mesh.batch_state import Counted, Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .ops import max_logits
@@ -351,8 +351,8 @@ class ContextParallelHandler(Shares):
         state = self.cp.batch
         batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else None
         length, padded = (batch.length, batch.padded_length) if batch is not None else (None, None)
-        counted_on = () if batch is None else batch.counted_on
-        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends, counted_on))
+        counted = Counted() if batch is None else batch.counted
+        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends, counted))
         try:
             yield table
         finally:
@@ -451,10 +451,11 @@ class ContextParallelHandler(Shares):
             >>> handler.mean_loss(torch.tensor([[1.0, 3.0]])).item()  # losses of this rank's tokens
             2.0
         """
-        whole = loss.reduced_mesh(mesh, self.mesh)
+        whole, counted = loss.reduced_mesh(mesh, self.mesh), None
         loss.check_tokens(self.cp, losses, labels, mask)
-        if getattr(losses, "requires_grad", False):
-            loss.refuse_other_counts(self.cp, whole)
+        if getattr(losses, "requires_grad", False) and not torch.compiler.is_compiling():
+            counted = self.cp.batch.weighed
+            loss.refuse_other_ranks(counted, whole)
         loss.warn_of_sum(self.cp, gradients)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
@@ -464,7 +465,8 @@ class ContextParallelHandler(Shares):
             return token_losses(given, labels, head, logits)
 
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
-        return loss.mean_loss(losses, per_token, labels, whole, **options)
+        check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
+        return loss.mean_loss(losses, per_token, labels, whole, check=check, **options)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Return the largest attention logit of each head of each module since the last call of this method, for

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
+from ..mesh.batch_state import Counted
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
@@ -44,8 +45,8 @@ class LocalBatch:
     """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
-    counted_on: tuple[int, ...] = ()
-    """In ``handler.loader(..., accumulate=)`` the ranks over which labels were counted for ``weight``."""
+    counted: Counted = Counted()
+    """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
 
 
 class _Dict(dict[Any, Any], LocalBatch):
@@ -300,7 +301,7 @@ class WholeBatch:
         """
         handler, state, shape = self.handler, self.handler.cp.batch, self.first.shape
         state.batches += 1
-        state.counted_on = ()
+        state.counted = Counted()
         rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
         share = rows, self.padded // handler.cp.size
         state.padded = None if self.padded == self.length else (share, self.length, self.padded)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.arguments import check_int, check_type
+from ..mesh.batch_state import Counted
 from ..mesh.cp_mesh import CPMesh
 from .batch import Unsplit
 from .collectives import by_rank
@@ -30,19 +31,24 @@ def local_batches(
     check_int("accumulate", accumulate, "It is the number of micro-batches before a step of the optimizer")
     check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
     source, ranks = iter(batches), ranks_of(mesh) if accumulate > 1 else ()
+    more = mesh.size() > cp.size
     while group := [read(whole) for whole in islice(source, accumulate)]:
         labels = [batch.labels for batch in group]
-        weights = _weights(labels, device, mesh if mesh.size() > cp.size else None) if accumulate > 1 else [None]
+        counts = _counts(labels, device, mesh if more else None) if accumulate > 1 else None
+        weights: Any = [None] if counts is None else _weights(counts)
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
             local = _moved(batch.split(), device)  # only now: what is split is the batch that runs next
             local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
             local.weight, local.last = local.weights[0], number == len(group)
-            local.counted_on = cp.batch.counted_on = ranks
+            numbers: Any = ()
+            if counts is not None and device.type == "cpu":  # all ranks of a cp mesh have counted the same labels
+                numbers = (counts[number - 1] // (cp.size if more else 1)).tolist()
+            local.counted = cp.batch.counted = Counted(ranks, tuple(numbers))
             yield local
 
 
-def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh | None) -> list[Any]:
-    """The shares of each micro-batch in the labels of all, over the ranks of ``mesh``: one for each kind of labels."""
+def _counts(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh | None) -> Tensor:
+    """The labels of each micro-batch, over the ranks of ``mesh``: one number for each kind of labels."""
     found = [x for x in labels if x is not None]
     if len(found) < len(labels):
         raise ValueError(
@@ -50,11 +56,16 @@ def _weights(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh
             "has labels. Pass them in a dict batch, or accumulate=1 and multiply by weights of your own"
         )
     counts = torch.stack([x.to(device) for x in found])
-    if mesh is not None:  # all ranks of a cp mesh have counted the same labels
-        counts = by_rank(mesh, counts).sum(0)
+    return counts if mesh is None else by_rank(mesh, counts).sum(0)
+
+
+def _weights(counts: Tensor) -> list[Any]:
+    """The shares of each micro-batch in the labels of all."""
     total = counts.sum(0).clamp(min=1)
     # Numbers where the host does not wait for them: a tensor of another dtype would change that of the loss.
-    return (counts.double() / total).tolist() if device.type == "cpu" else [[*x.unbind()] for x in counts / total]
+    return (
+        (counts.double() / total).tolist() if counts.device.type == "cpu" else [[*x.unbind()] for x in counts / total]
+    )
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

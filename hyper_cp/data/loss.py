@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.arguments import check_type, is_int
+from ..mesh.batch_state import BatchState, Counted
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from .collectives import by_rank, with_gradient_of
@@ -27,10 +29,12 @@ def mean_loss(
     ignore_index: int,
     mask: Tensor | None,
     gradients: str,
+    check: Callable[[float], None] | None = None,
 ) -> Tensor:
     """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced.
 
-    ``per_token`` makes losses of hidden states, and returns others as they are.
+    ``per_token`` makes losses of hidden states, and returns others as they are; ``check`` takes the number (or weight)
+    of tokens where the host does not wait for it.
     """
     check_gradients(gradients)
     check_ignore_index(ignore_index)
@@ -52,6 +56,8 @@ def mean_loss(
                 "Read the errors of these ranks; for labels that do not count pass ignore_index"
             )
     sums = of_ranks.sum(0)
+    if check is not None and of_ranks.device.type == "cpu":
+        check(sums[1].item())
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
     factor = mesh.size() if gradients == "mean" else 1
@@ -98,15 +104,28 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def refuse_other_counts(cp: CPMesh, mesh: DeviceMesh) -> None:
+def refuse_other_ranks(counted: Counted, mesh: DeviceMesh) -> None:
     """Raise ``ValueError`` if the weight of the batch of this loss was counted over other ranks than those of ``mesh``.
     (Each rank would see the mean of all multiplied by the weight of some.)"""
-    counted = () if torch.compiler.is_compiling() else cp.batch.weighed_on
-    if counted and counted != (ranks := ranks_of(mesh)):
+    if counted.ranks and counted.ranks != (ranks := ranks_of(mesh)):
         raise ValueError(
             f"mean_loss is the mean over ranks {list(ranks)}, and handler.loader(accumulate=) has counted the labels "
-            f"for batch.weight over ranks {list(counted)}. Micro-batches would get wrong weights. Pass both the mesh "
-            'over which gradients are reduced: handler.loader(..., mesh=world["dp", "cp"]) and mean_loss(mesh=...)'
+            f"for batch.weight over ranks {list(counted.ranks)}. Micro-batches would get wrong weights. Pass both the "
+            'mesh over which gradients are reduced: handler.loader(..., mesh=world["dp", "cp"]) and mean_loss(mesh=...)'
+        )
+
+
+def warn_of_counts(state: BatchState, counted: Counted, tokens: float) -> None:
+    """Warn, once on a mesh, of a mean over other tokens than those that were counted for the weight of its batch."""
+    known = any(math.isclose(tokens, x, rel_tol=1e-6) for x in counted.numbers)  # tokens were added up in fp32
+    if not known and not state.warned_of_counts:
+        state.warned_of_counts = True
+        warnings.warn(
+            f"mean_loss is the mean over tokens that weigh {tokens:g}, and handler.loader(accumulate=) has counted "
+            f"{counted.numbers[0]} labels for batch.weight. With this weight, micro-batches do not add up to the mean "
+            "over all of them. Set labels that do not count to ignore_index in the whole batch; for weights of tokens "
+            "leave accumulate= out, and multiply by the share of each micro-batch in the sum of all weights",
+            stacklevel=4,
         )
 
 

@@ -95,7 +95,7 @@ def _documents_of_tokens(
     if length is None and documents is not None:
         given: Any = documents_table(documents)
         ends = tuple(row[-1] for row in read(given).rows)
-    elif length is None and all(shares.padded_length(end) == padded for end in state.ends):
+    elif length is None and all((state.padded_length or shares.padded_length(x)) == padded for x in state.ends):
         ends = state.ends
     if not ends and table is None and mask is None and (found := state.padding_of(tuple(x.shape[:2]))):
         raise ValueError(

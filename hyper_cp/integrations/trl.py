@@ -100,19 +100,25 @@ class ContextParallelSFT(ContextParallelTrainer):
             inputs["attention_mask"] = torch.ones_like(tokens) if counted is None else (counted != 0).to(tokens.device)
             return output
 
-        accelerator = vars(self)["accelerator"]
-        accelerator.gather_for_metrics = self._gather_sums  # accelerate's would take ranks for rows of the last batch
-        try:  # past the method of ContextParallelTrainer, which is for losses of models
+        with _gathering_by_rank(self):  # past the method of ContextParallelTrainer, which is for losses of models
             return super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            del accelerator.gather_for_metrics
 
-    def _gather_sums(self, x: Tensor) -> Tensor:
-        """Sums ``[]`` over the tokens of each rank, without ranks whose rows the last batch repeats."""
-        accelerator = vars(self)["accelerator"]
-        state, cp = accelerator.gradient_state, self.handler.cp.size
-        found: Tensor = accelerator.gather(x)
+
+@contextmanager
+def _gathering_by_rank(trainer: Any) -> Iterator[None]:
+    """A block in which TRL's numbers ``[]`` of each rank (sums over its tokens, means over its rows) are gathered for
+    metrics without data-parallel ranks whose rows the last batch repeats. Accelerate takes ranks for rows of it."""
+    accelerator, cp = vars(trainer)["accelerator"], trainer.handler.cp.size
+
+    def gather(x: Tensor) -> Tensor:
+        state, found = accelerator.gradient_state, accelerator.gather(x)
         return found[: state.remainder * cp] if state.end_of_dataloader and state.remainder > 0 else found
+
+    accelerator.gather_for_metrics = gather
+    try:
+        yield
+    finally:
+        del accelerator.gather_for_metrics
 
 
 _BY_ROWS: dict[str, Callable[[Any], bool]] = {
@@ -203,8 +209,9 @@ class ContextParallelTRL(ContextParallelTrainer):
 
     @where_split
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss of whole rows, the same on every rank of the cp mesh."""
-        return super(ContextParallelTrainer, self).compute_loss(*args, **kwargs)  # type: ignore[misc]
+        """TRL's loss of whole rows, the same on every rank of the cp mesh. (That of KTO has a gathered mean.)"""
+        with _gathering_by_rank(self):
+            return super(ContextParallelTrainer, self).compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     @where_split
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

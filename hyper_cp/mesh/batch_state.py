@@ -19,6 +19,16 @@ FEW = 64
 
 
 @dataclass(frozen=True)
+class Counted:
+    """The labels of a batch that were counted for its weight in an accumulation."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks over which they were counted; (): the batch has no weight."""
+    numbers: tuple[int, ...] = ()
+    """Labels of next tokens, and of each further one; (): they are on a device, for which the host would wait."""
+
+
+@dataclass(frozen=True)
 class Split:
     """The layout and the sizes in which a handler has split the batch of a block."""
 
@@ -29,8 +39,7 @@ class Split:
     padded: int | None = None
     ends: tuple[int, ...] = ()
     """The positions before padding of each row of documents that the block was entered with instead."""
-    counted_on: tuple[int, ...] = ()
-    """The ranks over which labels were counted for the weight of the batch in an accumulation."""
+    counted: Counted = Counted()
 
     @property
     def share(self) -> int | None:
@@ -110,8 +119,9 @@ class BatchState:
         """True if an attention call had documents or an explicit mask, False if one had neither."""
         self.padded: tuple[tuple[int, int], int, int] | None = None
         """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
-        self.counted_on: tuple[int, ...] = ()
-        """See :class:`Split`, of the last batch."""
+        self.counted = Counted()
+        """That of the last batch."""
+        self.warned_of_counts = False
 
     # ------------------------------------------------------------------ blocks
 
@@ -164,8 +174,15 @@ class BatchState:
         return entered[-1].split.length if entered and entered[-1].split else None
 
     @property
+    def padded_length(self) -> int | None:
+        """The same with padding. (That of a planned micro-batch may be more than its handler's layout needs.)"""
+        entered = self._this_thread.blocks.entered
+        return entered[-1].split.padded if entered and entered[-1].split else None
+
+    @property
     def ends(self) -> tuple[int, ...]:
-        """The same for each row of its documents, or for all rows in one number; (): the block does not know them."""
+        """The positions before padding of each row of its documents, or of all rows in one number; (): the block does
+        not know them."""
         entered = self._this_thread.blocks.entered
         split = entered[-1].split if entered else None
         return () if split is None else split.ends or ((split.length,) if split.length else ())
@@ -185,12 +202,12 @@ class BatchState:
         return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
 
     @property
-    def weighed_on(self) -> tuple[int, ...]:
-        """The ranks over which labels were counted for the weight of the batch of this thread's innermost block, else
-        of the last batch; (): it has no weight."""
+    def weighed(self) -> Counted:
+        """The labels that were counted for the weight of the batch of this thread's innermost block, else of the last
+        batch."""
         entered = self._this_thread.blocks.entered
         split = entered[-1].split if entered else None
-        return split.counted_on if split is not None and split.length else self.counted_on
+        return split.counted if split is not None and split.length else self.counted
 
     def active_documents(self, caller: str) -> Tensor | None:
         """The documents for an attention call of ``caller``, which errors name.

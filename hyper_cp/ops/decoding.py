@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..mesh.arguments import check_int
 from ..mesh.comm import gather_ranks
 from ..mesh.failures import calling, operation
 from ..schedule.tiles import FULL
@@ -205,7 +206,8 @@ def select_cached(
         visible.
 
     Raises:
-        ValueError: if the ranks pass other shapes, dtypes or ``topk``, before the selection travels.
+        ValueError, TypeError: on arguments that do not fit the cache, or differ between ranks, before any
+            communication.
         NotImplementedError: if q requires a gradient and autograd is on.
 
     Example::
@@ -218,10 +220,15 @@ def select_cached(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), over a split cache as :func:`decode_attention`.
     """
     name, cp = "select_cached", cache.cp
+    check_int("topk", topk, "A query selects this many keys")
+    check_local(f"{name}: query", q, 4, "[batch, heads, new tokens, head_dim]")
     refuse_gradients(name, q)
+    (q,) = cast_for_autocast(q)  # as the cache has cast its keys
+    cache.check_indexer(name, q, weights)
     held, shown = cache.held()
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    cp.agree("call", (("shapes", q.shape), ("dtypes", q.dtype), ("topk", topk)), name)
+    signature = ("shapes", q.shape), ("dtypes", q.dtype), ("topk", topk), ("scale", scale)
+    cp.agree("call", (*signature, ("weights", weights is not None)), name)
     with calling(name), no_autocast(q.device.type), operation(cp, name, "forward"):
         best, k = BestKeys(q, topk), held[0]
         starts, _, first = cache.ranges()

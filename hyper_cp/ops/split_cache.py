@@ -287,18 +287,8 @@ class SplitCache:
 
     def check_queries(self, q: Tensor, enable_gqa: bool, *of_latents: Tensor) -> None:
         """Raise unless queries ``[B, H, T, D]``, and weight and bias of latent attention, fit what the cache holds."""
-        name, held = "decode_attention", self._kv[0] if self._kv else q
-        if not self._kv or q.shape[2] > self.length:
-            raise ValueError(
-                f"{name}: query has {q.shape[2]} new tokens, and the cache has {self.length} positions. These must "
-                "include the new tokens. Append their keys and values before you attend to them"
-            )
-        if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
-            raise ValueError(
-                f"{name}: query is {q.dtype} {tuple(q.shape)}, and the cache holds {held.shape[0]} batch rows in "
-                f"{held.dtype}. Both have one batch and dtype, and there is at least one query. Pass the queries of "
-                "the batch whose keys were appended, in the same dtype"
-            )
+        name = "decode_attention"
+        held = self._check_rows(name, q)
         if self.latents != bool(of_latents):
             raise ValueError(
                 f"{name}: the cache {'holds' if self.latents else 'does not hold'} latents, and weight is "
@@ -316,6 +306,38 @@ class SplitCache:
                 f"{name}: query {tuple(q.shape)} has another head dim than the keys in the cache ({self.widths[0]}). "
                 "Queries and keys of a layer have one. Pass those of one layer"
             )
+
+    def check_indexer(self, name: str, q: Tensor, weights: Tensor | None) -> None:
+        """Raise unless queries of an indexer ``[B, H, T, D]`` and weights of their heads fit what the cache holds."""
+        held = self._check_rows(name, q)
+        if not self.latents or q.shape[3] != held.shape[3]:
+            kind = f"keys of {sum(self.widths)} numbers" if self.latents else "keys and values of attention"
+            raise ValueError(
+                f"{name}: query is {tuple(q.shape)}, and the cache holds {kind}. The keys of an indexer are one head, "
+                "which both parts of a row make together. Make its cache with latents=True, and pass queries of the "
+                "head dim of its keys"
+            )
+        if weights is not None and (weights.shape != q.shape[:3] or not weights.is_floating_point()):
+            raise ValueError(
+                f"{name}: weights is {weights.dtype} {tuple(weights.shape)}. It must be floating-point "
+                f"{tuple(q.shape[:3])}, one weight for each head of a query. Reshape it, or pass None for weights of 1"
+            )
+
+    def _check_rows(self, name: str, q: Tensor) -> Tensor:
+        """What the cache holds first. Raises unless it has the batch of queries, and their positions."""
+        held = self._kv[0] if self._kv else q
+        if not self._kv or q.shape[2] > self.length:
+            raise ValueError(
+                f"{name}: query has {q.shape[2]} new tokens, and the cache has {self.length} positions. These must "
+                "include the new tokens. Append their keys and values before you attend to them"
+            )
+        if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
+            raise ValueError(
+                f"{name}: query is {q.dtype} {tuple(q.shape)}, and the cache holds {held.shape[0]} batch rows in "
+                f"{held.dtype}. Both have one batch and dtype, and there is at least one query. Pass the queries of "
+                "the batch whose keys were appended, in the same dtype"
+            )
+        return held
 
     def _checked_mask(self, mask: Tensor | None, k: Tensor) -> Tensor | None:
         """The rows of a padding mask as ``[B, 1, positions, 1]`` bool."""

@@ -363,10 +363,11 @@ def test_the_end_of_a_rank_that_leaves_a_step_out_ends_the_others(own_pool: Rank
 
 
 @on_ranks
-def pooled() -> dict[int, float]:
+def pooled(layout: str) -> dict[int, float]:
     """The number of tokens of each sample that this rank runs, counted by ``handler.pool``."""
-    family, plan = two_ranks()
-    model, found = parallel(model_of(""), family, "ddp"), {}
+    (family, plan), model, found = two_ranks(), model_of(""), {}
+    ring: dict[str, Any] = {"layout": layout, "ulysses_degree": 1, "kv_exchange": "ring"}
+    parallelize_module(model, family.cp(2), {"layers.*.attention.inner": ContextParallel(2, 1, **ring)})
     for step in dynamic_steps(plan, family):
         with step.mesh(model) as handler:
             ones = handler.dispatch(step.pack([torch.ones(n) for n in SMALL]), 1)
@@ -376,8 +377,10 @@ def pooled() -> dict[int, float]:
     return found
 
 
-def test_padding_of_a_step_is_no_document(ranks: Ranks) -> None:
-    first, second = ranks(2, pooled)
+@pytest.mark.parametrize("layout", ["head_tail", "contiguous"])
+def test_padding_of_a_step_is_no_document(ranks: Ranks, layout: str) -> None:
+    """Also where the plan pads more than the layout of the model needs."""
+    first, second = ranks(2, pooled, layout)
     assert first | second == dict(enumerate(SMALL))
 
 

@@ -536,3 +536,27 @@ def in_loss_parallel() -> float:
 
 def test_logits_that_are_sharded_over_their_classes(ranks: Any) -> None:
     assert max(ranks(4, in_loss_parallel)) <= 1e-10
+
+
+@on_ranks
+def accumulated(how: str) -> int:
+    """Warnings in an accumulation of two batches, in which a mask hides some of the tokens that have labels."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    handler, both = ContextParallelHandler(mesh["cp"], "contiguous"), mesh["dp", "cp"]
+    labels = torch.randint(8, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    shown = torch.rand(2, 12, generator=torch.Generator().manual_seed(dist.get_rank() // 2)) < 0.5
+    if how == "labels":
+        labels, shown = labels.masked_fill(~shown, -100), torch.ones_like(shown)
+    wholes = [{"tokens": labels, "shift_labels": labels, "shown": shown.int()}] * 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in handler.loader(wholes, accumulate=1 if how == "one batch" else 2, mesh=both):
+            losses = torch.ones(2, 6, requires_grad=how != "evaluation")
+            handler.mean_loss(losses, batch["shift_labels"], mask=batch["shown"].bool(), mesh=both, elsewhere=True)
+    return len([w for w in caught if "mean over tokens that weigh" in str(w.message)])
+
+
+@pytest.mark.parametrize(("how", "warned"), [("mask", 1), ("labels", 0), ("one batch", 0), ("evaluation", 0)])
+def test_a_mean_over_other_tokens_than_the_weight_counts_is_warned_of(ranks: Any, how: str, warned: int) -> None:
+    assert ranks(4, accumulated, how) == [warned] * 4

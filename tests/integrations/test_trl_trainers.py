@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
         "disable_tqdm": True,
     },
 }
+OF_LABELS = ("accuracy", "mean_token_accuracy", "rewards/chosen", "logps/rejected", "logits/chosen")
 GROUPS: dict[str, Any] = {
     **{"num_generations": 2, "beta": 0.04, "max_completion_length": 7, "gradient_accumulation_steps": 2},
 }
@@ -152,12 +153,12 @@ def backward_in_double() -> Iterator[None]:
 
 
 @on_ranks
-def trained(kind: str, directory: str, way: str, rows: int) -> dict[str, Any]:
-    """Weights, losses and an evaluation after three steps."""
+def trained(kind: str, directory: str, way: str, rows: int, changes: Any = None) -> dict[str, Any]:
+    """Weights, losses and an evaluation after three steps, or those of ``changes``."""
     from hyper_cp.integrations.huggingface import decoding
 
     more = {"compute_metrics": lambda x: {"mean": float(x.predictions.mean())}} if kind == "Reward" else {}
-    trainer = build(kind, directory, way, rows, **more)
+    trainer = build(kind, directory, way, rows, changes, **more)
     if way == "fsdp":
         as_fsdp(trainer.accelerator)
     with InDouble(), backward_in_double(), patch.object(decoding, "decode_attention", wraps=decode_attention) as split:
@@ -165,7 +166,7 @@ def trained(kind: str, directory: str, way: str, rows: int) -> dict[str, Any]:
         measured = trainer.evaluate() if trainer.eval_dataset is not None else {}
     found: dict[str, Any] = {name: measured[name] for name in ("eval_loss", "eval_mean") if name in measured}
     logs = [x for x in trainer.state.log_history if "loss" in x]
-    for name in ("loss", "grad_norm", "rewards/margins", "entropy", "kl", "num_tokens", "margin", "reward"):
+    for name in ("loss", "grad_norm", "rewards/margins", "entropy", "kl", "num_tokens", "margin", "reward", *OF_LABELS):
         found[name] = [x[name] for x in logs if name in x]
     if kind in ("GRPO", "RLOO"):
         del found["num_tokens"]
@@ -196,6 +197,22 @@ def test_three_steps(ranks: Any, tmp_path: Path, kind: str, way: str, world: int
         errors = list(map(relative_error, found.pop("weights"), want["weights"]))
         assert max(errors) <= 1e-10, errors
         for name, value in found.items():
+            assert value == pytest.approx(want[name], rel=2e-4, abs=1e-4), (name, value, want[name])
+
+
+@pytest.mark.parametrize("kind", ["DPO", "Reward", "KTO"])
+def test_metrics_of_a_last_batch_with_fewer_rows_than_ranks(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Two of twelve rows are left for 2 dp x 2 cp ranks: the numbers of both data-parallel ranks count, as in TRL on
+    two ranks."""
+    pytest.importorskip("trl")
+    make("llama").save_pretrained(tmp_path)
+    epochs = {"max_steps": -1, "num_train_epochs": 2, "dataloader_drop_last": False}
+    (want, _), found = (
+        ranks(world, trained, kind, str(tmp_path), way, 5, epochs) for world, way in ((2, "alone"), (4, "ddp"))
+    )
+    for got in found:
+        assert max(map(relative_error, got.pop("weights"), want["weights"])) <= 1e-10
+        for name, value in got.items():
             assert value == pytest.approx(want[name], rel=2e-4, abs=1e-4), (name, value, want[name])
 
 

@@ -303,7 +303,20 @@ def _wrong(what: str) -> None:
         decode_attention(q, cache, enable_gqa=True, sinks=torch.ones(2, dtype=torch.float64))
     if what == "gradients of queries":
         decode_attention(q.requires_grad_(), cache, enable_gqa=True)
+    if what.startswith("indexer"):
+        _wrong_indexer(what, cache, q)
     decode_attention(q if what != "other tokens" or dist.get_rank() else q[:1], cache, enable_gqa=True)
+
+
+def _wrong_indexer(what: str, attention: SplitCache, q: Tensor) -> None:
+    cache = SplitCache(attention.cp, latents=True)
+    if what != "indexer of nothing":
+        cache.fill(torch.ones(2, 1, 4, 5).double(), torch.ones(2, 1, 4, 3).double())
+    weights = torch.ones(2, 1, 4) if what == "indexer weights" else None
+    topk, scale = 0 if what == "indexer topk" else 3, 1.0 + dist.get_rank() * (what == "indexer scale")
+    rows = {"indexer batch": q[:1], "indexer dim": q[..., :4], "indexer dtype": q.float()}
+    of_attention = what == "indexer of attention"
+    select_cached(rows.get(what, q), attention if of_attention else cache, weights, topk=topk, scale=scale)
 
 
 WRONG = {
@@ -326,13 +339,22 @@ WRONG = {
     "head dim": "decode_attention: query (2, 4, 1, 4) has another head dim than the keys in the cache (8)",
     "sinks": "sinks=torch.float64 (2,) on cpu must hold",
     "gradients of queries": "NotImplementedError: decode_attention: a tensor of shape (2, 4, 1, 8) requires a gradient",
+    "indexer of nothing": "select_cached: query has 1 new tokens, and the cache has 0 positions",
+    "indexer of attention": "select_cached: query is (2, 4, 1, 8), and the cache holds keys and values of attention",
+    "indexer topk": "topk=0 must be a positive int",
+    "indexer batch": "select_cached: query is torch.float64 (1, 4, 1, 8), and the cache holds 2 batch rows",
+    "indexer dtype": "select_cached: query is torch.float32 (2, 4, 1, 8), and the cache holds 2 batch rows",
+    "indexer dim": "select_cached: query is (2, 4, 1, 4), and the cache holds keys of 8 numbers",
+    "indexer weights": "select_cached: weights is torch.float32 (2, 1, 4). It must be floating-point (2, 4, 1)",
+    "indexer scale": "select_cached: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) call",
     "other tokens": "decode_attention: query is torch.float64 (1, 4, 1, 8), and the cache holds 2 batch rows",
 }
 
 
 @on_ranks
 def wrong_uses() -> dict[str, str]:
-    return {what: error_of(lambda what=what: _wrong(what)) for what in WRONG if what not in ("rank", "other tokens")}
+    alone = ("rank", "other tokens", "indexer scale")
+    return {what: error_of(lambda what=what: _wrong(what)) for what in WRONG if what not in alone}
 
 
 @on_ranks
@@ -345,5 +367,6 @@ def test_wrong_use_raises_on_every_rank_and_says_why(ranks: Any) -> None:
         for what, text in found.items():
             kind, words = named_error(WRONG[what])
             assert re.match(rf"{kind}: .*{re.escape(words)}", text), (what, text)
-    kind, words = named_error(WRONG["rank"])
-    assert all(re.match(rf"{kind}: .*{re.escape(words)}", text) for text in ranks(2, wrong_use, "rank"))
+    for what in ("rank", "indexer scale"):
+        kind, words = named_error(WRONG[what])
+        assert all(re.match(rf"{kind}: .*{re.escape(words)}", text) for text in ranks(2, wrong_use, what))
