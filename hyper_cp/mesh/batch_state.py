@@ -275,7 +275,6 @@ class BatchState:
 
     def record_attention(
         self,
-        length: int,
         documents: Tensor | None,
         *,
         band: tuple[int | None, int | None],
@@ -287,7 +286,6 @@ class BatchState:
         """Record an attention call of this thread.
 
         Args:
-            length: the number of query positions that this rank holds.
             documents: those of the call.
             band: the least and the greatest distance of visible keys from their query; None: no bound.
             lengths: global lengths of queries and keys.
@@ -298,7 +296,6 @@ class BatchState:
         Raises:
             RuntimeError: if causal and other attention use the documents of one block.
         """
-        self.record_length(length)
         # A mask whose rows are all the same shows the same keys to every query: only the band may be causal then.
         alike = mask_rows is None or mask_rows == 1 < lengths[0] == lengths[1]
         causal = band[1] == 0 if (alike or not masked) and not positional else None
@@ -341,9 +338,10 @@ class BatchState:
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         if opened and ranks > 1:
             _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
-        if ranks > 1 and length not in self._lengths and not self.warned_of_length:
-            self._warn_of_changed_share(length, entered[-1].split if entered else None)
-        self.record_length(length)
+        if length not in self._lengths:
+            if ranks > 1 and not self.warned_of_length:
+                self._warn_of_changed_share(length, entered[-1].split if entered else None)
+            self.record_length(length)
 
     def refuse_whole(self, length: int) -> None:
         """Raise ``ValueError`` if a call has got the whole batch of the block that this thread is in. (Its documents

@@ -20,7 +20,6 @@ Ulysses (2309.14509).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,8 +157,8 @@ class Groups:
         sinks = None if given.sinks is None else given.sinks.narrow(0, index * heads, heads)
         mask = given.mask
         mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, index * heads, heads)
-        settings = replace(self.settings, first_head=first)
-        return settings.arguments(replace(given, sinks=sinks, mask=mask, **others), *self.numbers)
+        given = given._replace(sinks=sinks, mask=mask, **others)
+        return self.settings._replace(first_head=first).arguments(given, *self.numbers)
 
 
 def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
@@ -338,7 +337,7 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         shape = _rank_of(queries, cp_mesh.by_key(saved.options.mesh).ulysses.size)
         dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
     with backward_of(saved.caller):
-        arguments = saved.arguments(saved.operands(kept, dlse, kernel))
+        arguments = saved.arguments(kept, dlse, kernel)
         *of_qkv, others = ulysses_attention_backward_op(dout, lse, [*groups], *arguments)
     return *of_qkv, saved.gradients(others), None, None, None
 
