@@ -18,7 +18,7 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries
 from ...schedule.lookup import resolve
 from .forward import ForwardState
-from .seams import known_as, refuse_batch
+from .seams import known_as, outside_graphs, refuse_batch
 
 LAYERS = {
     "compressed_sparse_attention": "DeepseekV4CSACompressor",
@@ -36,10 +36,7 @@ KNOWN = {
 compresses = known_as(LAYERS.values(), KNOWN)
 
 
-@torch.compiler.disable(
-    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
-    "without fullgraph=True"
-)
+@outside_graphs
 def compressed(
     compressor: Any, state: ForwardState, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Tensor, None]:
