@@ -201,8 +201,6 @@ def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
             f"of the whole sequence. Pass it as [..., {length}, {length}] (a dimension may be 1), or pass a padding "
             "mask [B, S]"
         )
-    if padded == length:
-        return mask
     more, visible = padded - length, 1 if mask.dtype == torch.bool else 0
     hidden = 0 if mask.dtype == torch.bool else -torch.inf
     if not mask.is_floating_point() and mask.dtype != torch.bool:

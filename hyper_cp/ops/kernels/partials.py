@@ -56,6 +56,11 @@ def empty_partial(q: Tensor, head_dim: int, dtype: torch.dtype, lse_dtype: torch
     return like_queries(q, head_dim, dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype)
 
 
+def weights_of(logits: Tensor, lse: Tensor) -> Tensor:
+    """Weights of logits. A row that sees nothing has lse = -inf: its weights are zero, not NaN."""
+    return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)  # a comparison takes a tenth of the time of a cast to the same dtype
 
