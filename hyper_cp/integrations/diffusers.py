@@ -126,6 +126,12 @@ _WITH_AUDIO = (
     ("audio_to_video_attn", IMAGE, PROMPT),
     ("video_to_audio_attn", PROMPT, IMAGE),
 )
+_FUSED = (
+    ("video_dec_block.self_attention", IMAGE, IMAGE),
+    ("audio_dec_block.self_attention", PROMPT, PROMPT),
+    ("va_cross_attention", IMAGE, PROMPT),
+    ("av_cross_attention", PROMPT, IMAGE),
+)
 _LTX_2 = _Family(
     *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
     order=_IMAGE_FIRST,
@@ -185,9 +191,19 @@ _FAMILIES = {
         image="visual_embed",
         prompt="text_embed",
     ),
+    "Kandinsky6Transformer3DModel": _Family(
+        *(("visual_transformer_blocks",), tuple(name for name, _, _ in _FUSED)),
+        ("video_dec_block.cross_attention", "audio_dec_block.cross_attention"),
+        order=_IMAGE_FIRST,
+        returned=_IMAGE_FIRST,
+        image="vis",
+        prompt="aud",
+        streams=_FUSED,
+    ),
     "Krea2Transformer2DModel": _ONE,
     "LTX2VideoTransformer3DModel": _LTX_2,
     "LTXVideoTransformer3DModel": _CROSS,
+    "LatteTransformer3DModel": replace(_CROSS, stages=("transformer_blocks.*", "temporal_transformer_blocks.*")),
     "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
     "Lumina2Transformer2DModel": _Family(("noise_refiner", "layers"), ("attn",)),
@@ -681,13 +697,14 @@ class _Entrance:
     def share(self, block: str, name: str, x: Tensor) -> Tensor:
         """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
         lengths, family, both = self.stage.lengths, self.stage.family, self.stage.both
-        text = name.startswith(("encoder", family.prompt)) or (family.prompts and _has(name, "encoder", "prompt"))
+        text = name.startswith("encoder") or (family.prompts and _has(name, "encoder", "prompt", "text"))
+        text = text or (not family.streams and name.startswith(family.prompt))
         if text and (family.prompts or not lengths[PROMPT]):
             return x
         positions = _has(name, *_POSITIONS)
         kinds = dict.fromkeys([*((kind,) for kind in both), both])
         if family.streams:
-            kinds = {(PROMPT,) if "audio" in name else (IMAGE,): None}
+            kinds = {(PROMPT,) if _has(name, "aud") else (IMAGE,): None}
         elif len(both) > 1 and not positions and not _has(name, "mask", "context"):
             del kinds[(PROMPT,)]  # shifts and scales are those of images
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask

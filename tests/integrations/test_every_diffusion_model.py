@@ -167,6 +167,12 @@ def variants() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "no attention in a block": (ltx, {}, {"spatio_temporal_guidance_blocks": [1]}),
         "no attention for a row": (ltx, {"cross_attn_mod": False}, perturbed),
         "audio and video by themselves": (ltx, {}, {"isolate_modalities": True}),
+        "video without audio": ("Kandinsky6Transformer3DModel", {}, {"audio_hidden_states": None}),
+        "audio and video without gates": (
+            "Kandinsky6Transformer3DModel",
+            {"ca_rope": False, "cross_gates": False, "fix_modulation": False, "time_dim_a": 12},
+            {"encoder_attention_mask": None},
+        ),
         "a mask of the prompt": ("GlmImageTransformer2DModel", {}, {"attention_mask": hidden(6)}),
     }
 

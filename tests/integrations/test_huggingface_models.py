@@ -318,6 +318,12 @@ def test_heads_that_treat_tokens_one_by_one(ranks: Any) -> None:
         assert max(found) <= 1e-10
 
 
+def biased(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+    """Attention with a bias of scores that its module has made, as it would make a learned one."""
+    q, k = query.flatten(0, 1), key.flatten(0, 1)
+    return torch.baddbmm(torch.ones(len(q), q.shape[1], k.shape[1], dtype=q.dtype), q, k.transpose(1, 2))
+
+
 class OwnLoss(hf.LlamaForCausalLM):
     """A model that shifts its labels by itself, as many of older versions and of other authors do."""
 
@@ -384,7 +390,9 @@ def wrong_use(case: str) -> None:
     elif case == "no interface":
         prepared(tiny_causal("xlm"))
     elif case == "written out":
-        prepared(tiny_causal("gpt_neox_japanese"))[0](**local)
+        model, _ = prepared(tiny_causal("gpt_neox_japanese"))
+        model.get_decoder().layers[0].attention._attn = biased
+        model(**local)
     elif case == "router loss":
         model = model_of("doge", is_moe=True, num_experts=16)
         prepared(model)[0](**local, output_router_logits=True)
