@@ -63,7 +63,7 @@ from .huggingface.checks import (
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
-from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
+from .huggingface.image_keys import ImageKeysHook, SourceImagesHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME, prepare_latents
@@ -154,7 +154,7 @@ def prepare_model(
     if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
         MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
-        ImageKeysHook(hook.binding, model).attach(owner)
+        (ImageKeysHook if hook.two is None else SourceImagesHook)(hook.binding, model).attach(owner)
     if (owner := inline_media_of(model, decoder)) is not None:
         InlineMediaHook(hook.binding, model).attach(owner, decoder)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits

@@ -23,6 +23,7 @@ from tests.harness.hf_images import (
     class_name,
     image_types,
     labels_of,
+    pair_batch,
     takes_images,
     text_batch,
     tiny,
@@ -32,6 +33,7 @@ from tests.harness.hf_images import (
 from tests.harness.hf_models import InDouble
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of
+from tests.integrations.test_image_keys import errors_of_pair
 from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device, prepared, step
 
 pytest.importorskip("transformers")
@@ -85,6 +87,11 @@ def verdict(kind: str) -> tuple[str, str, str]:
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
             name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
+        if model.config.is_encoder_decoder:
+            with InDouble():
+                batch = pair_batch(model)
+            error = errors_of_pair(model, batch)
+            return ("exact", "", "images") if error <= 1e-9 else ("WRONG", f"an error of {error:.1e}", "")
         if methods[:1] == ["get_audio_features"] or kind == "qwen2_audio":
             return heard(model)
         with InDouble():

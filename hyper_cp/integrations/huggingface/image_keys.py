@@ -1,4 +1,5 @@
-"""Images to which layers of a decoder attend (Mllama): each rank encodes a run of them, and all ranks receive all rows.
+"""Images to which layers of a decoder attend (Mllama), or that are inserted into a source that all ranks have (Florence
+2): each rank encodes a run of them, and all ranks receive all rows.
 
 In such a layer this rank's queries attend to images, which the rank holds whole. So it attends as on one device, and no
 keys or values travel. The gradients of a row are added up over the ranks. (docs/integrations/images.md)
@@ -12,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,8 +25,8 @@ from ...schedule.readers import read_rows, runs_of_equal_cost
 from . import forward
 from .media import encoders_in, owner_of
 
-PROJECTORS = {"MllamaModel": "multi_modal_projector"}
-"""Models with such layers, and the last module of their encoder."""
+PROJECTORS = {"Florence2Model": "multi_modal_projector", "MllamaModel": "multi_modal_projector"}
+"""Models with such images, and the last module of their encoder."""
 LAYERS = {"MllamaTextCrossAttention"}
 """Attention of queries to the images that a rank holds."""
 ENTRIES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
@@ -32,7 +34,7 @@ ENTRIES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
 def image_keys_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """The module around the decoder that encodes images for such layers, if there is one."""
+    """The module around the decoder that encodes such images, if there is one."""
     around = [m for m in model.modules() if type(m).__name__ in PROJECTORS]
     return next((m for m in around if any(x is decoder for x in m.modules())), None)
 
@@ -76,15 +78,19 @@ class ImageKeysHook:
         ready = replace(ready, media=None)
         forward.offer(ready)
         kwargs = {**kwargs, **({"context_parallel": ready} if "context_parallel" in kwargs else {})}
+        return args, {**kwargs, **self._own(images, tokens.device)}
+
+    def _own(self, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """This rank's run of images."""
         ring = cp_mesh.as_ring(cp_mesh.whole_view(self.binding.active.mesh))
-        self.runs = runs_of_equal_cost([1.0] * len(images[ENTRIES[0]]), ring.size)
+        self.runs = runs_of_equal_cost([1.0] * len(images["pixel_values"]), ring.size)
         start, stop = self.runs[ring.rank], self.runs[ring.rank + 1]
         if start == stop:  # an image of another rank, of which no row is used
             start, stop = 0, 1
-        return args, {**kwargs, **{name: x[start:stop].to(tokens.device) for name, x in images.items()}}
+        return {name: x[start:stop].to(device) for name, x in images.items()}
 
     def share(self, projector: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """Make the rows of this rank's images those of all images: ``[images, 1, tiles, patches, D]``."""
+        """Make the rows of this rank's images those of all images: ``[images, ..., D]``."""
         if self.runs is None:
             return None
         ring = cp_mesh.as_ring(cp_mesh.whole_view(self.binding.active.mesh))
@@ -130,3 +136,18 @@ class ImageKeysHook:
                 f"{type(owner).__name__} got a batch without images under FSDP2, where its encoder and the layers that "
                 "attend to images must run in every step. Put an image into every batch"
             )
+
+
+class SourceImagesHook(ImageKeysHook):
+    """The same hooks for an encoder-decoder, whose source has the images in it before it is split."""
+
+    def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the model this rank's run of images."""
+        self.after()
+        pixels = kwargs.get("pixel_values")
+        if not self.binding.active.parallel:
+            return None
+        if pixels is None:
+            self._refuse_sharded(owner)
+            return None
+        return args, {**kwargs, **self._own({"pixel_values": pixels}, next(owner.parameters()).device)}
