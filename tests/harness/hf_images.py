@@ -187,6 +187,8 @@ def tiny_config(kind: str) -> Any:
         default, changes = hf.CONFIG_MAPPING[kind](), {**CHANGES, **hf_by_hand.CONFIGS}.get(kind, {})
         if changes or any(getattr(default, name, None) is not None for name in PARTS):
             config = _config_of_parts(kind, default, changes)
+            if tower := hf_by_hand.TOWERS.get(kind):
+                vars(config)["vision_config"] = hf.SiglipVisionConfig(**tower)  # past the check of its type
         else:  # that of a decoder alone
             config = hf_causal.text_config(kind, hf_causal.CAUSAL, default)
         with torch.device("meta"):
