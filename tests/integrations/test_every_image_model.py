@@ -56,7 +56,7 @@ with two clips of audio of different lengths, beside the images where types take
 - "not tried" means that the type does not run by itself here, with the reason.
 - "text" was tried alone where the class takes neither images nor audio (`kyutai_speech_to_text` has codes of audio
   beside each token). In the batch of `mllama` both rows have images, with masks of the tiles that each token sees.
-- `fast_vlm`, `gemma3n` and `perception_lm` have a SigLIP tower here in place of their own, which the package timm makes.
+- `fast_vlm`, `gemma3n` and `perception_lm` have a SigLIP tower here in place of theirs, which the package timm makes.
 - `deepseek_ocr2` has whole images only: its crops are refused.
 """
 
