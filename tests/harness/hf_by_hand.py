@@ -119,6 +119,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"hidden_size": 32, "vocab_size": SIZES["vocab_size"], "visual_indicator_token_ids": [51, 52, 53, 54, 55]},
         "vision_config": {"vocab_size": 40, "num_visual_indicator_tokens": 5},
     },
+    "gemma3n": {
+        "vision_soft_tokens_per_image": 16,
+        "text_config": {**HYBRID["gemma3n_text"], "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
+        "audio_config": {
+            **{
+                "vocab_offset": 66,
+                "vocab_size": 4,
+                "hidden_size": 16,
+                "conf_num_hidden_layers": 1,
+                "input_feat_size": 16,
+            },
+            **{"conf_num_attention_heads": 2, "sscp_conv_channel_size": (4, 4)},
+        },
+    },
     "fast_vlm": {"vision_config": SIGLIP},
     "perception_lm": {
         "vision_config": {**SIGLIP, "model_args": {"embed_dim": 16}},
@@ -198,6 +212,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Changes that a type needs, as :data:`tests.harness.hf_images.CHANGES` has them."""
+
+TOWERS = {"gemma3n": {**SIGLIP, "vocab_offset": 62, "vocab_size": 4, "rms_norm_eps": 1e-6}}
+"""Towers that stand in for those of types whose configuration makes no other one."""
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:

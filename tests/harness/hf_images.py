@@ -187,6 +187,8 @@ def tiny_config(kind: str) -> Any:
         default, changes = hf.CONFIG_MAPPING[kind](), {**CHANGES, **hf_by_hand.CONFIGS}.get(kind, {})
         if changes or any(getattr(default, name, None) is not None for name in PARTS):
             config = _config_of_parts(kind, default, changes)
+            if tower := hf_by_hand.TOWERS.get(kind):
+                vars(config)["vision_config"] = hf.SiglipVisionConfig(**tower)  # past the check of its type
         else:  # that of a decoder alone
             config = hf_causal.text_config(kind, hf_causal.CAUSAL, default)
         with torch.device("meta"):
@@ -370,6 +372,20 @@ def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
         if name in names:
             batch[name] = types
     return batch
+
+
+def pair_batch(model: Any, count: int = 3) -> dict[str, Any]:
+    """Images in the sources of an encoder-decoder, both of which end in padding, as do the targets."""
+    generator, config = torch.Generator().manual_seed(count), model.config.vision_config
+    pixels = torch.randn(count, config.in_channels, 32, 32, generator=generator, dtype=torch.float64)
+    rows = rows_of(model, {"pixel_values": pixels})[0]
+    ids = torch.randint(3, 50, (2, 2 * rows + 17), generator=generator)
+    for i in range(count):
+        ids[i % 2, 3 + i // 2 * (rows + 4) :][:rows] = IMAGE
+    mask, labels = torch.ones_like(ids), torch.randint(3, 50, (2, 13), generator=generator)
+    mask[0, -2:] = mask[1, -5:] = 0
+    labels[1, -4:] = -100
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "labels": labels}
 
 
 def text_batch(model: Any, length: int = 40) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tests.harness.hf_images import (
     class_name,
     image_types,
     labels_of,
+    pair_batch,
     takes_images,
     text_batch,
     tiny,
@@ -33,8 +34,8 @@ from tests.harness.hf_images import (
 from tests.harness.hf_models import InDouble
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of
+from tests.integrations.test_image_keys import errors_of_pair
 from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device, prepared, step
-from tests.integrations.test_source_images import translated
 
 pytest.importorskip("transformers")
 
@@ -57,8 +58,8 @@ with two clips of audio of different lengths, beside the images where types take
 - "text" was tried alone where the class takes neither images nor audio (`kyutai_speech_to_text` has codes of audio
   beside each token). In the batches of `mllama`, `idefics` and `blip`, whose layers attend to images,
   both rows have some; `mllama` and `idefics` with masks of what each token sees.
-- `fast_vlm` and `perception_lm` have a SigLIP tower here in place of their own, which the package timm makes.
-- `florence2` is an encoder-decoder: it takes the whole batch, with labels, and every rank encodes all images.
+- `fast_vlm`, `gemma3n` and `perception_lm` have a SigLIP tower here in place of theirs, which the package timm makes.
+- `florence2` is an encoder-decoder: it takes the whole batch, with labels.
 - `deepseek_ocr2` has whole images only: its crops are refused.
 """
 
@@ -89,11 +90,13 @@ def verdict(kind: str) -> tuple[str, str, str]:
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
             name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
+        if model.config.is_encoder_decoder:
+            with InDouble():
+                batch = pair_batch(model)
+            error = errors_of_pair(model, batch)
+            return ("exact", "", "images") if error <= 1e-9 else ("WRONG", f"an error of {error:.1e}", "")
         if methods[:1] == ["get_audio_features"] or kind == "qwen2_audio":
             return heard(model)
-        if model.config.is_encoder_decoder:
-            error = translated(model)
-            return ("exact", "", "images") if error <= 1e-9 else ("WRONG", f"an error of {error:.1e}", "")
         with InDouble():
             batch = batch_of(model) if takes else text_batch(model)
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Mllama, Idefics and BLIP, whose layers attend to images: each image is encoded once, and every gradient is that of
-one device."""
+"""Mllama, Idefics and BLIP, whose layers attend to images, and Florence 2, an encoder-decoder with images in its
+source: each image is encoded once, and every gradient is that of one device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.hf_images import batch_of, labels_of, tiny
-from tests.harness.hf_models import InDouble
+from tests.harness.hf_images import batch_of, labels_of, pair_batch, tiny
+from tests.harness.hf_models import InDouble, gradients
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks
-from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device, prepared, shard, step, worst
+from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.integrations.test_images import (
+    RING,
+    ULYSSES,
+    errors,
+    on_one_device,
+    prepared,
+    shard,
+    step,
+    whole_gradients,
+    worst,
+)
 
 pytest.importorskip("transformers")
 
@@ -163,6 +173,49 @@ def unfit() -> None:
 
 def test_images_of_blip_and_idefics_that_do_not_fit_are_refused(ranks: Any) -> None:
     ranks(2, unfit)
+
+
+def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False) -> float:
+    """The largest error of logits, loss and gradients of an encoder-decoder, each of which takes the whole batch."""
+    alone, found = copy.deepcopy(model), []
+    with InDouble():
+        want = alone(**batch, use_cache=False)
+        want.loss.backward()
+    for mode in (RING, ULYSSES):
+        made, handler = prepared(model, **mode)
+        if fsdp:
+            shard(made, handler.mesh)
+        with InDouble():
+            output = made(**batch)
+            output.loss.backward()
+        whole = handler.combine(output.logits.detach(), 1, length=batch["labels"].shape[1])
+        found += [relative_error(whole, want.logits.detach()), relative_error(output.loss.detach(), want.loss.detach())]
+        summed = whole_gradients(made) if fsdp else sum_over_ranks(*gradients(made))
+        largest = max(x.abs().max().item() for x in gradients(alone))
+        found += [((got - x).abs().max() / largest).item() for got, x in zip(summed, gradients(alone), strict=True)]
+    return max(found)
+
+
+@on_ranks
+def inserted(images: int, fsdp: bool) -> tuple[float, list[int]]:
+    """The error of Florence 2, and the images that this rank's encoder was given."""
+    model, seen = tiny("florence2"), []
+    batch = pair_batch(model, images)
+    error = errors_of_pair(model, batch, fsdp)
+    made, _ = prepared(model, **RING)
+    made.model.vision_tower.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    with InDouble(), torch.no_grad():
+        made(**batch)
+        if not fsdp:  # text alone is no mistake
+            made(**{name: x for name, x in batch.items() if name != "pixel_values"})
+    return error, seen
+
+
+@pytest.mark.parametrize(("images", "fsdp"), [(3, False), (1, False), (3, True)])
+def test_a_source_with_images_that_each_rank_encodes_a_run_of(ranks: Any, images: int, fsdp: bool) -> None:
+    found = ranks(2, inserted, images, fsdp)
+    assert max(error for error, _ in found) <= 1e-9
+    assert sorted(seen[0] for _, seen in found) == [1, max(1, images // 2 + images % 2)]
 
 
 @on_ranks

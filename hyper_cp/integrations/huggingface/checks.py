@@ -35,7 +35,7 @@ from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
 from .seams import source_of
 from .selected import LAYER, selects
-from .two_sequences import stacks_of
+from .two_sequences import stacks_of, takes_media
 from .written import makes_biases, writes_out, written_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
@@ -97,9 +97,12 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
                 "splits its source and its target by itself. Call prepare_model(model.language_model, ...), and the "
                 "model with the whole batch on every rank"
             )
+        why = "without a head that predicts the tokens of its target, or not of text alone"
+        if takes_media(model.get_encoder()):
+            why = "whose encoder takes images or audio by itself, which prepare_model does not share out"
         raise NotImplementedError(
-            f"{type(model).__name__} is an encoder-decoder without a head that predicts the tokens of its target, or "
-            "not of text alone. Put ContextParallel styles on its attention modules with parallelize_module"
+            f"{type(model).__name__} is an encoder-decoder {why}. Put ContextParallel styles on its attention modules "
+            "with parallelize_module"
         )
     pools = POOLED.search(type(model).__name__)
     if pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None):

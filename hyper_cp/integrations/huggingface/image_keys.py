@@ -1,7 +1,7 @@
-"""Images to which layers of a decoder attend (Mllama, Idefics, BLIP): each rank encodes a run of them, and all ranks
-receive all rows.
+"""Images to which layers of a decoder attend (Mllama, Idefics, BLIP), or that are inserted into a source that all ranks
+have (Florence 2): each rank encodes a run of them, and all ranks receive all rows.
 
-In such a layer this rank's queries attend to images, which the rank holds whole. So it attends as on one device, and no
+In a layer that attends to images this rank's queries attend to images that it holds whole, as on one device, and no
 keys or values travel. The gradients of a row are added up over the ranks. (docs/integrations/images.md)
 """
 
@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -36,26 +37,30 @@ class _Images:
     """Entries of a batch ``[B, images of a row, ...]``, or ``[B, ...]`` if there is no mask."""
     mask: str = ""
     """The entry ``[B, S, images of a row, ...]`` that says which images a token sees; "": those of its row."""
+    in_source: bool = False
+    """True if they are inserted into the source of an encoder-decoder, and no layer attends to them."""
 
 
 _TILES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 MODELS = {
     "BlipForConditionalGeneration": _Images(("vision_model",)),
+    "Florence2Model": _Images(("multi_modal_projector",), in_source=True),
     "IdeficsModel": _Images(("perceiver_resampler", "vision_model"), mask="image_attention_mask"),
     "MllamaModel": _Images(("multi_modal_projector",), _TILES, "cross_attention_mask"),
 }
-"""Models with such layers."""
+"""Models with such images."""
 
 
 def image_keys_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """The module around the decoder, or the decoder, that encodes images for such layers, if there is one."""
+    """The module around the decoder, or the decoder, that encodes such images, if there is one."""
     around = [m for m in model.modules() if type(m).__name__ in MODELS]
     return next((m for m in around if any(x is decoder for x in m.modules())), None)
 
 
 def layers_of(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
     """The modules of a decoder that attend to images."""
-    return cross_attention(decoder) if image_keys_of(model, decoder) is not None else set()
+    owner = image_keys_of(model, decoder)
+    return set() if owner is None or MODELS[type(owner).__name__].in_source else cross_attention(decoder)
 
 
 def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> None:
@@ -70,7 +75,7 @@ def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) ->
 
 
 class ImageKeysHook:
-    """The hooks of a module that encodes images for such layers. ``binding`` is that of its decoder."""
+    """The hooks of a module that encodes such images. ``binding`` is that of its decoder."""
 
     def __init__(self, binding: Binding, model: nn.Module, owner: nn.Module) -> None:
         self.binding, self.model = binding, model
@@ -81,7 +86,8 @@ class ImageKeysHook:
 
     def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of a decoder that encodes images by itself before its others."""
-        owner.register_forward_pre_hook(self.before, with_kwargs=True, prepend=owner is decoder)
+        before = self.before_source if self.known.in_source else self.before
+        owner.register_forward_pre_hook(before, with_kwargs=True, prepend=owner is decoder)
         owner.register_forward_hook(self.after, always_call=True)
         last = next(name for name in self.known.last if hasattr(owner, name))
         owner.get_submodule(last).register_forward_hook(self.share)
@@ -100,12 +106,27 @@ class ImageKeysHook:
         ready = replace(ready, media=None)
         forward.offer(ready)
         kwargs = {**kwargs, **({"context_parallel": ready} if "context_parallel" in kwargs else {})}
+        return args, {**kwargs, **self._own(images, tokens.device)}
+
+    def before_source(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give an encoder-decoder, which has the whole source, this rank's run of images."""
+        self.after()
+        pixels = kwargs.get("pixel_values")
+        if not self.binding.active.parallel:
+            return None
+        if pixels is None:
+            self._refuse_sharded()
+            return None
+        return args, {**kwargs, **self._own({"pixel_values": pixels}, next(owner.parameters()).device)}
+
+    def _own(self, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """This rank's run of images."""
         ring = cp_mesh.as_ring(cp_mesh.whole_view(self.binding.active.mesh))
         self.runs = runs_of_equal_cost([1.0] * len(images["pixel_values"]), ring.size)
         start, stop = self.runs[ring.rank], self.runs[ring.rank + 1]
         if start == stop:  # an image of another rank, of which no row is used
             start, stop = 0, 1
-        return args, {**kwargs, **{name: x[start:stop].to(tokens.device) for name, x in images.items()}}
+        return {name: x[start:stop].to(device) for name, x in images.items()}
 
     def share(self, last: nn.Module, args: Any, output: Any) -> Any:
         """Make the rows of this rank's images those of all images: ``[images, ..., D]``."""

@@ -1,8 +1,7 @@
 """Encoder-decoders: BART, T5, Marian and others, whose source and target are two sequences.
 
 Such a model takes the whole batch. Its encoder splits the source and its decoder the target, each with the layout of
-the style. Cross-attention reads the encoder's states of all ranks. Logits are this rank's share of the target. Images
-that a model inserts into the source (Florence 2) are encoded by every rank, which reads the rows of its share.
+the style. Cross-attention reads the encoder's states of all ranks. Logits are this rank's share of the target.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|crossattenti
 """Names of modules whose keys are those of an encoder."""
 HEADS = re.compile(r"ForConditionalGeneration$|MTModel$")
 """Names of models with a head that predicts the tokens of the target."""
+METHODS = ("get_image_features", "get_audio_features")
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
@@ -35,7 +35,7 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
     if method is not None:
         return lambda labels: method(labels=labels)
     function = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
-    config = getattr(model.config, "text_config", model.config)
+    config = getattr(model.config, "text_config", model.config)  # Florence 2
     if function is None or list(inspect.signature(function).parameters)[1:] != _SHIFT:
         return None
     return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
@@ -44,17 +44,23 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
 _SHIFT = ["pad_token_id", "decoder_start_token_id"]
 
 
+def takes_media(encoder: nn.Module) -> bool:
+    """True for an encoder that takes images or audio by itself, beside or in place of tokens."""
+    return bool(
+        {*inspect.signature(encoder.forward).parameters} & {"pixel_values", "flattened_patches", "input_features"}
+    )
+
+
 def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel] | None:
-    """The encoder and the decoder of an encoder-decoder with a head of tokens; None for other models."""
+    """The encoder and the decoder of an encoder-decoder with a head of tokens, whose source is tokens or embeddings;
+    None for other models."""
     if not (model.config.is_encoder_decoder and HEADS.search(type(model).__name__) and shifted_by(model)):
         return None
     encoder, decoder = model.get_encoder(), model.get_decoder()
-    if "pixel_values" in inspect.signature(encoder.forward).parameters:  # it would insert images into a share
+    inside = decoder.get_decoder() if isinstance(decoder, PreTrainedModel) else None
+    decoder = inside if isinstance(inside, PreTrainedModel) else decoder  # Florence 2: that of the model of text
+    if takes_media(encoder) and any(hasattr(model, name) for name in METHODS):
         return None
-    if encoder is not decoder and any(
-        x is encoder for x in decoder.modules()
-    ):  # a language model with both (Florence 2)
-        decoder = decoder.get_decoder()
     both = isinstance(encoder, PreTrainedModel) and isinstance(decoder, PreTrainedModel) and encoder is not decoder
     return (encoder, decoder) if both and encoder is not model else None
 
@@ -73,6 +79,8 @@ class SourceTargetHook:
 
     def __init__(self, binding: Binding, split: Callable[[ContextParallelHandler, Any], dict[str, Any]]) -> None:
         self.binding, self.split = binding, split
+        self.shift: Callable[[Tensor], Tensor] = lambda labels: labels
+        """The function by which the model makes the input of its decoder of labels."""
         self.labels: Tensor | None = None
         """Those of the whole target; then those of this rank."""
         self.source: Tensor | None = None
@@ -80,6 +88,7 @@ class SourceTargetHook:
 
     def attach(self, model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of the stacks before all others."""
+        self.shift = shifted_by(model) or self.shift  # now: FSDP2 changes the class of the model
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         encoder.register_forward_pre_hook(self.split_source, with_kwargs=True, prepend=True)
         decoder.register_forward_pre_hook(self.split_target, with_kwargs=True, prepend=True)
@@ -109,8 +118,7 @@ class SourceTargetHook:
         kwargs = {**kwargs, "use_cache": False}
         self.labels = kwargs.pop("labels", None)
         if self.labels is not None and not any(kwargs.get(f"decoder_{x}") is not None for x in INPUTS[:2]):
-            shift: Any = shifted_by(model)
-            kwargs["decoder_input_ids"] = shift(self.labels)
+            kwargs["decoder_input_ids"] = self.shift(self.labels)
         return args, kwargs
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Tensor | None) -> dict[str, Any]:
