@@ -160,23 +160,23 @@ class _Calls(EnteredMode):
         if caller is not None and takes_positions(func, caller):
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and counts_from_0(x)]
             self.counted |= {self.names.get(id(caller), ""): x.shape[-1] for x in given}
-        read = attention_calls.ROUTED.get(attention_calls.key_of(func))
-        unrouted = attention_calls.spelled(func) if read is None else None
-        if read is not None or unrouted is not None:
+        routed = attention_calls.ROUTED.get(attention_calls.key_of(func))
+        unrouted = attention_calls.spelled(func) if routed is None else None
+        if routed is not None or unrouted is not None:
             module = next((x for x in running_modules() if id(x) in self.names), None)
             if module is None:
                 raise ValueError(
                     f"{func} is called while no module of the model runs. A plan needs the name of a module that calls "
                     "attention. Put the call into a module of the model"
                 )
-            if read is None:
+            if routed is None:
                 raise NotImplementedError(
                     f"{self._of(module)} calls {unrouted}, which cannot be routed to context-parallel attention. It "
                     "would attend to this rank's share only. Call F.scaled_dot_product_attention or flex_attention, or "
                     "write a plan with ContextParallel on modules that receive q, k, v, where pure Ulysses runs any "
                     "kernel"
                 )
-            self._add(module, read(self._of(module), *args, **kwargs))
+            self._add(module, routed.read(self._of(module), *args, **kwargs))
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
 
     def _of(self, module: nn.Module) -> str:

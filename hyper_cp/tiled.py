@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ._torch.modes import tree_leaves
+from ._torch.once import once
 from .module.mesh_binding import binding_of
 from .module.mixing import mixing
 from .ops.writes import writes
@@ -218,7 +218,7 @@ class _Chunks(torch.autograd.Function):
         return out  # type: ignore[return-value]
 
     @staticmethod
-    @once_differentiable
+    @once("a tiled module")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, (x,), of_x = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1]
         parameters = [p for p in call.module.parameters() if p.requires_grad]

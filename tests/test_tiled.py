@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import tiled
 from hyper_cp.memory import MemoryCounter
+from tests.harness.operators import Operators
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks
 
@@ -145,14 +145,10 @@ def sharded() -> tuple[list[float], list[int], str]:
         if own:
             fully_shard(inner, mesh=mesh)
         fully_shard(module, mesh=mesh)
-        import torch.distributed.fsdp._fully_shard._fsdp_param_group as group
-
-        with (
-            mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathers,
-            mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reductions,
-        ):
+        with Operators() as operators:
             compare(module, inner)
-        counts += [gathers.call_count, reductions.call_count]
+        transfers = [name for name, _ in operators.calls if name.startswith("c10d::")]
+        counts += [sum(kind in name for name in transfers) for kind in ("gather", "reduce_scatter")]
     ddp = DistributedDataParallel(Around(tiled(MLP().double(), 4)), find_unused_parameters=True)
     compare(ddp, ddp)
     parallel = tiled(MLP().double(), 4)

@@ -88,10 +88,10 @@ class ThreadAxis(Axis):
         return _Arrival(self.board, (source, self.rank, next(self.numbers["from", source])), recvs)
 
     def send_recv(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        for tensor, to in sends:
-            self._send(to, [tensor])
-        works = [self._receive(source, [tensor]) for tensor, source in recvs]
-        return Pending(works, [tensor for tensor, _ in recvs], sends)
+        for message in sends:
+            self._send(message.peer, [message.tensor])
+        works = [self._receive(message.peer, [message.tensor]) for message in recvs]
+        return Pending(works, [message.tensor for message in recvs], sends)
 
     def _exchange(self, sends: Any, recvs: Any, result: Tensor, finish: Callable[[Any], Any] = lambda r: r) -> Pending:
         for rank in range(self.size):
@@ -138,7 +138,7 @@ class SilentAxis(Axis):
         return Pending([], received[0], sent)
 
     def send_recv(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        into = [tensor for tensor, _ in recvs]
+        into = [message.tensor for message in recvs]
         return self._arrived(sends, *into).then(lambda _: into)
 
     def all_to_all(self, send: Tensor) -> Pending:

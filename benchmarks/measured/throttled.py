@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from hyper_cp.cli.modes import Mode, named_mode, named_modes
 from hyper_cp.ops import attention, latent_attention
-from hyper_cp.planner.timeline import BACKWARD, grouped_ulysses
+from hyper_cp.planner.timeline import BACKWARD, Clock
 
 from ..ranks import join, leave, results_of
 from ..simulated.needed import masks
@@ -210,6 +210,29 @@ def ratio(row: Row) -> float:
 def key(row: Row) -> tuple[Any, ...]:
     """Return the case of a row."""
     return tuple(row.get(name) for name in (*SETTINGS, "mode", "rate"))
+
+
+def grouped_ulysses(groups: int, kernels: tuple[float, float], travel: tuple[float, float], each: float) -> float:
+    """Seconds of attention between two exchanges of heads, forward and backward, in groups of heads: the order of
+    ``ops/head_groups.py``. One group is plain Ulysses.
+
+    Args:
+        kernels: seconds of all heads, forward and backward.
+        travel: seconds in which q, k and v travel one way, and the output the other.
+        each: seconds that a message, and the launch of a group's kernels, take beside.
+    """
+    clock = Clock()
+    for seconds, (arriving, leaving) in zip(kernels, (travel, travel[::-1]), strict=True):
+        arrival, left = clock.post(arriving / groups + each), 0.0
+        for group in range(groups):
+            ahead = clock.post(arriving / groups + each) if group + 1 < groups else 0.0
+            clock.wait(arrival)
+            clock.compute(seconds / groups + each)
+            posted = clock.post(leaving / groups + each)
+            clock.wait(left)
+            arrival, left = ahead, posted
+        clock.wait(left)
+    return clock.now
 
 
 def at_best(row: Row) -> float | None:

@@ -28,7 +28,7 @@ from hyper_cp import (
     context_parallel_mesh,
 )
 from hyper_cp.ops import attention, causal_conv1d, latent_attention, layout_of_mask, linear_recurrence
-from tests.harness.oracle import attention_and_lse, plain_attention, positions, softcap
+from tests.harness.oracle import attention_and_lse, plain_attention, positions, softcap, visible_pairs
 from tests.harness.recurrence_oracle import convolve, recur
 
 HEADS, DIM, VOCAB, LONGEST = 8, 8, 16, 72
@@ -47,15 +47,6 @@ def numbers(rows: Sequence[Sequence[int]], length: int) -> Tensor:
         for start in bounds[1:-1]:
             found[row, start:] += 1
     return found
-
-
-def visible(length: int, causal: bool, window: Any, documents: Tensor | None) -> Tensor:
-    """Return the pairs that a query sees, ``[B or 1, 1, S, S]``; ``documents`` as from :func:`numbers`."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = distance >= 0 if causal else torch.ones(length, length, dtype=torch.bool)
-    left, right = window or (None, None)
-    seen = seen & (distance <= (length if left is None else left)) & (-distance <= (length if right is None else right))
-    return seen[None, None] if documents is None else (seen & (documents[:, :, None] == documents[:, None]))[:, None]
 
 
 def restarted(documents: Tensor) -> Tensor:
@@ -231,7 +222,7 @@ def call(draw: Draw) -> Results:
         out, lse = (handler.combine(x, 2, length=length, gradients=None) for x in (local, lse.detach()))
         found = summed(torch.autograd.grad(out, leaves, grad), leaves, mesh.get_group())
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in whole]
-    bias, seen = None, visible(length, causal, mode["window"], None if rows is None else numbers(rows, length))
+    bias, seen = None, visible_pairs(length, causal, mode["window"], rows)
     if mask is not None:
         bias, seen = (mask.double(), seen) if mask.is_floating_point() else (None, seen & mask)
     score = {} if cap is None else {"score_mod": softcap(cap)}
@@ -274,7 +265,7 @@ def latents(draw: Draw) -> Results:
     exact = [x.detach().requires_grad_() for x in whole]
     made = F.linear(exact[1], *exact[3:]).unflatten(2, (heads, -1)).transpose(1, 2)
     key = torch.cat([made[..., :part], exact[2].expand(-1, heads, -1, -1)], -1)
-    seen = visible(length, causal, mode["window"], None if rows is None else numbers(rows, length))
+    seen = visible_pairs(length, causal, mode["window"], rows)
     score = None if cap is None else softcap(cap)
     expected = plain_attention(exact[0], key, made[..., part:], visible=seen, score_mod=score)
     yield "output", out, expected
@@ -329,7 +320,7 @@ def flex(draw: Draw) -> Results:
         grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
         found = summed(grads, leaves, mesh.get_group())
     exact = [x.detach().requires_grad_(x.requires_grad) for x in whole]
-    seen = visible(length, False, mode["window"], None if rows is None else numbers(rows, length))
+    seen = visible_pairs(length, False, mode["window"], rows)
     seen = seen if mask_mod is None else seen & mask_mod(*positions(*exact[:2]))
     expected, _ = attention_and_lse(*exact, visible=seen, scale=scale, score_mod=score_mod)
     wanted = [*(x for x in exact if x.requires_grad), table]
@@ -429,13 +420,14 @@ def training(draw: Draw) -> Results:
     labels[torch.rand(batch, length, generator=draw.generator) < 0.2] = -100
     rows = draw.documents(length, batch)
     entries, packed = {"input_ids": tokens, "labels": labels}, numbers(rows or [[0, length]], length)
-    pieces = packed
+    seen = visible_pairs(length, True, mode["window"], rows)
     if rows is not None:
         ids = packed.expand(batch, -1)
         entries |= {"document_ids": ids} if draw.maybe() else {"cu_seqlens": rows[0] if len(rows) == 1 else rows}
     else:
         pieces = (torch.arange(length) >= torch.randint(length, (batch, 1), generator=draw.generator)).long()
         entries["attention_mask"] = pieces if draw.maybe() else 1 - pieces  # padding before or after the tokens
+        seen = seen & (pieces[:, :, None] == pieces[:, None])[:, None]
     other = draw.family.cp(draw.rng.choice(draw.family.degrees)) if swap else draw.family.cp(ranks)
     moved = context_parallel_mesh(model, other) if swap else nullcontext(ContextParallelHandler(other, style))
     reduction = draw.rng.choice(("mean", "sum"))
@@ -447,7 +439,6 @@ def training(draw: Draw) -> Results:
             (loss / (other.size() if reduction == "mean" else 1)).backward()
     shifted = torch.full_like(labels, -100)
     shifted[:, :-1] = torch.where(packed[:, 1:] == packed[:, :-1], labels[:, 1:], -100)
-    seen = visible(length, True, mode["window"], pieces)
     whole = reference(tokens, restarted(packed), lambda q, k, v: plain_attention(q, k, v, visible=seen))
     expected = F.cross_entropy(whole.flatten(0, 1), shifted.flatten(), reduction="sum") / max(1, (shifted >= 0).sum())
     loss = loss * (1 if loss.requires_grad else 0)
@@ -462,7 +453,7 @@ def unchanged_model(draw: Draw) -> Results:
     length = 2 * ranks * draw.rng.randint(1, LONGEST // (2 * ranks))
     tokens, labels, positions = draw.integers(2, length), draw.integers(2, length), torch.arange(length)
     before = tokens.clone()
-    seen = visible(length, True, mode["window"], None)
+    seen = visible_pairs(length, True, mode["window"], None)
     whole = reference(before, positions.clone(), lambda q, k, v: plain_attention(q, k, v, visible=seen))
     expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten().clone())
     buffers = {"buffers": [tokens, positions, labels], "buffer_seq_dims": [1, 0, 1]}
@@ -501,7 +492,7 @@ def micro_batches(draw: Draw) -> Results:
     dist.all_reduce(total, group=everyone)
     expected = torch.zeros((), dtype=torch.float64)
     for tokens, labels, at in samples:
-        seen = visible(len(at), True, None, None)
+        seen = visible_pairs(len(at), True, None, None)
         logits = reference(tokens[None], at, lambda q, k, v: plain_attention(q, k, v, visible=seen))  # noqa: B023
         expected = expected + F.cross_entropy(logits[0], labels, reduction="sum") / sum(lengths)
     yield from compare_training(model, reference, total, expected, everyone)

@@ -31,8 +31,8 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from .version import moved
 
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
-if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs"} <= {*_BACKWARD.co_varnames}:
-    raise moved("variables ctx and detached_inputs in CheckpointFunction")
+if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
+    raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
 _AMBIGUOUS = object()
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
 
@@ -65,7 +65,7 @@ def replayed(make: Callable[[], Tensor]) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return make()
-    running = [(_kept(checkpoint), recomputation) for checkpoint, recomputation in _recomputations()]
+    running = [(_kept(checkpoint), recomputation) for checkpoint, recomputation in _recomputations(ended=False)]
     known = [kept.next(recomputation) for kept, recomputation in running if recomputation is not None]
     found = next((x for x in known if x is not None), None)
     made = make() if found is None else found
@@ -139,12 +139,14 @@ def _checkpoints() -> Iterator[tuple[Any, bool]]:
         yield checkpoint, recomputation is not None
 
 
-def _recomputations() -> Iterator[tuple[Any, object]]:
+def _recomputations(ended: bool = True) -> Iterator[tuple[Any, object]]:
     """The checkpoints that run in this thread, and an object for the recomputation that runs, None in a forward. (All
-    those of one reentrant checkpoint have the same.)"""
+    those of one reentrant checkpoint have the same.) ``ended``: also reentrant ones that have recomputed, and are in
+    the backward of what they made, where checkpoints inside of them recompute."""
     for frame in _reentrant_frames():
         # Before its inputs are there, what recomputes is the checkpoint that holds them.
-        if frame.f_code is _FORWARD or "detached_inputs" in frame.f_locals:
+        recomputes = "detached_inputs" in frame.f_locals and (ended or "outputs" not in frame.f_locals)
+        if frame.f_code is _FORWARD or recomputes:
             yield frame.f_locals["ctx"], _BACKWARD if frame.f_code is _BACKWARD else None
     yield from _frames()
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .._torch.once import once
 from ..mesh.arguments import check_type, is_int
 from ..ops.writes import unchanged, written
 from .collectives import by_rank
@@ -281,7 +281,7 @@ class _LogProbs(torch.autograd.Function):
         return torch.where(labels == logits.ignore_index, 0, (chosen - exponents).view(labels.shape))
 
     @staticmethod
-    @once_differentiable
+    @once("log-probabilities in chunks of tokens")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, exponents = ctx.saved_tensors
         loop = _Loop(hidden, weight, bias, labels, ctx.logits, ctx.vocabulary, ctx.dtype)

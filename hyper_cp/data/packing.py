@@ -201,8 +201,6 @@ def padded_mask(mask: Tensor, length: int, padded: int) -> Tensor:
             f"of the whole sequence. Pass it as [..., {length}, {length}] (a dimension may be 1), or pass a padding "
             "mask [B, S]"
         )
-    if padded == length:
-        return mask
     more, visible = padded - length, 1 if mask.dtype == torch.bool else 0
     hidden = 0 if mask.dtype == torch.bool else -torch.inf
     if not mask.is_floating_point() and mask.dtype != torch.bool:
@@ -250,13 +248,13 @@ class PreparedBatch:
     packed: bool = True
     """False if documents do nothing but keep padding apart from the tokens of a row."""
     padding_counts: bool = False
-    """True if something reads the outputs of padding behind the tokens of a row, which sees these alone."""
+    """True if something reads the outputs of padding, which sees the tokens before it (by its type those behind it)."""
     tokens_back: int = 0
     """The largest distance from padding whose label counts back to the nearest token of its row; ``NONE_BACK`` where
     there is none before it."""
     token_types: dict[str, Tensor] = field(default_factory=dict)
-    """Types of all tokens of the sequence ``[B, S]``, -1 on padding, by their name in the batch. Some models make masks
-    of them, in which images see themselves whole."""
+    """Types of all tokens of the sequence ``[B, S]``, -1 on padding that no mask of keys hides, by their name in the
+    batch. Some models make masks of them, in which images see themselves whole."""
     length: int | None = None
     """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
     numbered: bool = False

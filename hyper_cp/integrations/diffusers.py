@@ -82,6 +82,10 @@ class _Family:
     """Modules of attention whose queries and keys are one of the two each, of which ``prompt`` then is a second stream
     (audio): the name, and what queries and keys are."""
 
+    prompt_alone: bool = False
+    """True if modules of attention attend twice: tokens of the prompt to those before them, and those of the image to
+    all."""
+
     def stream(self, module: str) -> tuple[Kinds, Kinds] | None:
         """The kinds of tokens of the queries and the keys of a module of attention in a block, if they never change."""
         return next((((queries,), (keys,)) for name, queries, keys in self.streams if name == module), None)
@@ -122,6 +126,12 @@ _WITH_AUDIO = (
     ("audio_to_video_attn", IMAGE, PROMPT),
     ("video_to_audio_attn", PROMPT, IMAGE),
 )
+_FUSED = (
+    ("video_dec_block.self_attention", IMAGE, IMAGE),
+    ("audio_dec_block.self_attention", PROMPT, PROMPT),
+    ("va_cross_attention", IMAGE, PROMPT),
+    ("av_cross_attention", PROMPT, IMAGE),
+)
 _LTX_2 = _Family(
     *(_BLOCKS, tuple(name for name, _, _ in _WITH_AUDIO), ("attn2", "audio_attn2")),
     order=_IMAGE_FIRST,
@@ -146,6 +156,15 @@ _FAMILIES = {
     "CogView3PlusTransformer2DModel": _COGVIEW,
     "CogView4Transformer2DModel": _PAIRED,
     "ConsisIDTransformer3DModel": _COGVIEW,
+    "Cosmos3OmniTransformer": _Family(
+        *(("layers",), ("self_attn",)),
+        order=_TEXT_FIRST,
+        returned=_TEXT_FIRST,
+        image="gen_seq",
+        prompt="und_seq",
+        dim=0,
+        prompt_alone=True,
+    ),
     "CosmosTransformer3DModel": _CROSS,
     "DiTTransformer2DModel": _CROSS,
     "DreamLiteTransformer2DModel": _CROSS,
@@ -172,9 +191,19 @@ _FAMILIES = {
         image="visual_embed",
         prompt="text_embed",
     ),
+    "Kandinsky6Transformer3DModel": _Family(
+        *(("visual_transformer_blocks",), tuple(name for name, _, _ in _FUSED)),
+        ("video_dec_block.cross_attention", "audio_dec_block.cross_attention"),
+        order=_IMAGE_FIRST,
+        returned=_IMAGE_FIRST,
+        image="vis",
+        prompt="aud",
+        streams=_FUSED,
+    ),
     "Krea2Transformer2DModel": _ONE,
     "LTX2VideoTransformer3DModel": _LTX_2,
     "LTXVideoTransformer3DModel": _CROSS,
+    "LatteTransformer3DModel": replace(_CROSS, stages=("transformer_blocks.*", "temporal_transformer_blocks.*")),
     "LongCatAudioDiTTransformer": _Family(("blocks",), ("self_attn",), ("cross_attn",), prompt="cond"),
     "LongCatImageTransformer2DModel": _FLUX,
     "Lumina2Transformer2DModel": _Family(("noise_refiner", "layers"), ("attn",)),
@@ -475,6 +504,7 @@ class _Stage:
         call = current_call()
         if call is not None:
             call.adapt = partial(self.with_masks, stream)
+            call.binding.warned = True  # keys of other tokens than the queries are those of the family
             if given.get("all_perturbed"):  # values are returned, without attention, on every rank
                 call.must_route = False
 
@@ -482,6 +512,10 @@ class _Stage:
         """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
         module makes its mask for this rank's keys, or has got that of the whole sequence."""
         ranks, picks = range(self.handler.cp.size), self.family.picks
+        if self.family.prompt_alone and request.is_causal:
+            stream, request.is_causal = ((PROMPT,), (PROMPT,)), False
+            before = torch.ones(self.lengths[PROMPT], self.lengths[PROMPT], dtype=torch.bool).tril()
+            request.mask = before.to(request.query.device)[None, None]
         queries, keys = request.query.shape[2], request.key.shape[2]
         of_queries, of_keys = stream or ((IMAGE,) if n < self.local_length else self.both for n in (queries, keys))
         if picks:  # fewer of both
@@ -663,13 +697,14 @@ class _Entrance:
     def share(self, block: str, name: str, x: Tensor) -> Tensor:
         """This rank's tokens of another argument, found by the size of its dimensions; all of one without tokens."""
         lengths, family, both = self.stage.lengths, self.stage.family, self.stage.both
-        text = name.startswith(("encoder", family.prompt)) or (family.prompts and _has(name, "encoder", "prompt"))
+        text = name.startswith("encoder") or (family.prompts and _has(name, "encoder", "prompt", "text"))
+        text = text or (not family.streams and name.startswith(family.prompt))
         if text and (family.prompts or not lengths[PROMPT]):
             return x
         positions = _has(name, *_POSITIONS)
         kinds = dict.fromkeys([*((kind,) for kind in both), both])
         if family.streams:
-            kinds = {(PROMPT,) if "audio" in name else (IMAGE,): None}
+            kinds = {(PROMPT,) if _has(name, "aud") else (IMAGE,): None}
         elif len(both) > 1 and not positions and not _has(name, "mask", "context"):
             del kinds[(PROMPT,)]  # shifts and scales are those of images
         numbers = x.is_floating_point() or x.is_complex()  # of a token, in the last dimension; others count or mask

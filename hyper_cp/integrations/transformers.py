@@ -41,7 +41,6 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
-    MEDIA,
     POOLED,
     base_of,
     check_adapters,
@@ -55,6 +54,7 @@ from .huggingface.checks import (
     counts_mask,
     decoder_of,
     has_attention,
+    is_media,
     makes_mask,
     masks_by_types,
     mixers_of,
@@ -63,9 +63,9 @@ from .huggingface.checks import (
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
-from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
+from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of, layers_of
 from .huggingface.indexer_losses import collecting, indexer_losses
-from .huggingface.inline_audio import InlineAudioHook, inline_audio_of
+from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import PLACES, MediaHook, owner_of
 from .huggingface.modules import (
@@ -73,6 +73,7 @@ from .huggingface.modules import (
     direct_attention,
     is_lightning,
     no_mask,
+    prepare_counting,
     prepare_positions,
     prepare_rotary,
     route,
@@ -136,7 +137,8 @@ def prepare_model(
     for stack in stacks:
         check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
-    hooks = [DecoderHook(style, mesh, stack) for stack in stacks]  # all before the first: they may share a config
+    # All are made before the first one is attached: they may share a config.
+    hooks = [DecoderHook(style, mesh, stack, layers_of(model, stack)) for stack in stacks]
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
         attend_locally(model, stack, hook.implementation)
@@ -153,9 +155,9 @@ def prepare_model(
     if (owner := owner_of(model, decoder)) is not None:  # behind the head's: it may be the same module
         MediaHook(hook.binding, model, owner).attach(owner, decoder)
     if (owner := image_keys_of(model, decoder)) is not None:
-        ImageKeysHook(hook.binding, model).attach(owner)
-    if (owner := inline_audio_of(model, decoder)) is not None:
-        InlineAudioHook(hook.binding, model).attach(owner)
+        ImageKeysHook(hook.binding, model, owner).attach(owner, decoder)
+    if (owner := inline_media_of(model, decoder)) is not None:
+        InlineMediaHook(hook.binding, model).attach(owner, decoder)
     if chunked is not None:  # last: the router loss is corrected in an output that still has logits
         chunked.attach(model)
     if model is not decoder:
@@ -277,7 +279,7 @@ class _KeywordBatch(WholeBatch):
     masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
 
     def __init__(self, handler: Shares, entries: dict[str, Any]) -> None:
-        self.media = {name: entries.pop(name) for name in [*entries] if MEDIA.match(str(name))}
+        self.media = {name: entries.pop(name) for name, x in [*entries.items()] if is_media(str(name), x)}
         self.media = {name: x for name, x in self.media.items() if x is not None}
         tokens, documents = check_entries(entries), take_documents(entries)
         self.whole = tokens, entries.get("attention_mask")
@@ -309,6 +311,8 @@ class _KeywordBatch(WholeBatch):
         if self.documents is None and positions is not None and self.state.documents is not None:
             rows = read(self.state.documents).rows
             self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
+        if self.state.tokens is not None and _rows(self.entries.get(TOKEN_TYPES[0])):
+            self._count_padding()  # by its type it may see the tokens behind it (PaliGemma)
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=documents_table([0, self.padded]))
 
@@ -324,6 +328,10 @@ class _KeywordBatch(WholeBatch):
         behind = shown.flip(1).cumsum(1).flip(1) == 0
         if not bool((behind & counted).any()):
             return
+        self._count_padding()
+
+    def _count_padding(self) -> None:
+        """Let padding see what a mask of keys leaves of the tokens, as on one device."""
         self.state = replace(self.state, padding_counts=True)
         if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
             documents = self.state.documents if self.state.tokens is None else documents_table([0, self.padded])
@@ -345,7 +353,7 @@ class _KeywordBatch(WholeBatch):
         if counted is None and self.padded > self.length:
             counted = self._padded(torch.ones(self.first.shape[:2], dtype=torch.bool))
         types = {name: self._padded(self.entries[name], -1) for name in TOKEN_TYPES if _rows(self.entries.get(name))}
-        if self.mask is not None:
+        if self.mask is not None and self.state.keys is None and not self.state.padding_counts:
             types = {name: x.masked_fill(~self.mask.bool(), -1) for name, x in types.items()}
         return replace(
             self.state,
@@ -389,7 +397,9 @@ def _rows(x: Any) -> TypeGuard[Tensor]:
 class DecoderHook:
     """The hooks of a decoder's forward: they read the batch state, which masks, rotary tables and all layers share."""
 
-    def __init__(self, style: ContextParallel, mesh: DeviceMesh, decoder: PreTrainedModel) -> None:
+    def __init__(
+        self, style: ContextParallel, mesh: DeviceMesh, decoder: PreTrainedModel, to_images: set[nn.Module]
+    ) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
         self.implementation: str = decoder.config._attn_implementation
         """The attention implementation before the model was prepared, for meshes of one rank."""
@@ -404,8 +414,11 @@ class DecoderHook:
         routed = not decoder._can_set_attn_implementation() and has_attention(decoder)
         self.direct = direct_attention(decoder) if routed else []
         """Attention modules that call SDPA themselves."""
-        self.written = written_attention(decoder) if routed and not self.direct else []
+        written = written_attention(decoder) if routed and not self.direct else []
+        self.written = [module for module in written if module not in to_images]
         """Attention modules that write attention out."""
+        self.sees_images = bool(to_images)
+        """True if modules of the decoder attend to images, which are the states of an encoder."""
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
@@ -426,6 +439,7 @@ class DecoderHook:
             hooks(mixer, describe(mixer), mixer_state).attach(mixer)
         if "position_ids" not in self.keywords:
             prepare_positions(decoder)
+        prepare_counting(decoder)
         prepare_biases(decoder)
         if self.direct:
             route(self.direct)
@@ -541,7 +555,7 @@ class DecoderHook:
                 f"{self.binding.name} got {len(args)} positional arguments. The entries of a batch are found by their "
                 "names. Pass all but input_ids by keyword"
             )
-        if kwargs.get("encoder_hidden_states") is not None and self.two is None:
+        if kwargs.get("encoder_hidden_states") is not None and self.two is None and not self.sees_images:
             raise NotImplementedError(
                 f"{self.binding.name} got encoder_hidden_states. They are another sequence than the one that "
                 "prepare_batch splits. Put ContextParallel styles on its attention modules with parallelize_module"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._torch import checkpoint
+
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
 FEW = 64
@@ -99,6 +101,8 @@ class BatchState:
         """The blocks of all threads that are in one."""
         self._lengths: dict[int, bool] = {}
         """Lengths of shares; True for those that a handler has split."""
+        self._had_documents = False
+        """True if the last function that was called with this mesh, in a forward, had documents of a block."""
         self.ran = False
         """True if anything has run over the whole sequence on this mesh."""
         self.averaged = False
@@ -226,6 +230,29 @@ class BatchState:
             )
         return found
 
+    def documents_of_call(self, caller: str) -> Tensor | None:
+        """:meth:`active_documents` for a function that is called with a mesh; in a recompute by activation
+        checkpointing those of its forward.
+
+        Raises:
+            RuntimeError: also if code of others recomputes the call in backward, and the block of its forward has
+                ended.
+        """
+        found: Tensor | None
+        (found,) = checkpoint.batch_state(self, lambda: (self.active_documents(caller),))
+        if torch.compiler.is_compiling():
+            return found
+        if not checkpoint.in_foreign_recompute():
+            self._had_documents = found is not None
+        elif found is None and self._had_documents and not self.in_block:
+            raise RuntimeError(
+                f"{caller} is recomputed in backward without documents, and had some in its last forward, whose block "
+                "has ended. This activation checkpointing is not torch's own, so nothing recorded them, and the "
+                "gradients would be wrong. Run backward inside the block, pass documents= to the function, or use "
+                "torch.utils.checkpoint"
+            )
+        return found
+
     def _blocks_of_backward(self) -> ThreadBlocks | None:
         """The blocks of the only thread that is in any, if this is a thread of PyTorch's backward."""
         # A thread that Python has not started; CPython has no public name for its kind.
@@ -248,7 +275,6 @@ class BatchState:
 
     def record_attention(
         self,
-        length: int,
         documents: Tensor | None,
         *,
         band: tuple[int | None, int | None],
@@ -260,7 +286,6 @@ class BatchState:
         """Record an attention call of this thread.
 
         Args:
-            length: the number of query positions that this rank holds.
             documents: those of the call.
             band: the least and the greatest distance of visible keys from their query; None: no bound.
             lengths: global lengths of queries and keys.
@@ -271,7 +296,6 @@ class BatchState:
         Raises:
             RuntimeError: if causal and other attention use the documents of one block.
         """
-        self.record_length(length)
         # A mask whose rows are all the same shows the same keys to every query: only the band may be causal then.
         alike = mask_rows is None or mask_rows == 1 < lengths[0] == lengths[1]
         causal = band[1] == 0 if (alike or not masked) and not positional else None
@@ -314,9 +338,10 @@ class BatchState:
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         if opened and ranks > 1:
             _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
-        if ranks > 1 and length not in self._lengths and not self.warned_of_length:
-            self._warn_of_changed_share(length, entered[-1].split if entered else None)
-        self.record_length(length)
+        if length not in self._lengths:
+            if ranks > 1 and not self.warned_of_length:
+                self._warn_of_changed_share(length, entered[-1].split if entered else None)
+            self.record_length(length)
 
     def refuse_whole(self, length: int) -> None:
         """Raise ``ValueError`` if a call has got the whole batch of the block that this thread is in. (Its documents

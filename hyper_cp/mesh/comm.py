@@ -96,9 +96,9 @@ class Pending:
     def arrive(self) -> None:
         """Wait, without a result."""
         here.pending.pop(self, None)
-        # Some backends return one work for a whole batch, others one per transfer: wait on all.
-        self._transfer.wait(self._works)
-        self._works = ()
+        if self._works:  # some backends return one for a whole batch, others one per transfer
+            self._transfer.wait(self._works)
+            self._works = ()
 
     def then(self, finish: Callable[[Any], Any]) -> Pending:
         """Add one more step after the transfer has arrived; returns the same object."""
@@ -107,8 +107,23 @@ class Pending:
         return self
 
 
-Message = tuple[Tensor, int]
-"""A tensor, and the rank that it goes to or comes from."""
+class Message:
+    """A tensor, and the rank that it goes to or comes from. It may be posted several times, with what the tensor then
+    holds."""
+
+    __slots__ = ("_made", "nbytes", "peer", "tensor")
+
+    def __init__(self, tensor: Tensor, peer: int) -> None:
+        self.tensor, self.peer, self.nbytes = tensor, peer, tensor.nbytes
+        self._made: dict[tuple[Any, Any], dist.P2POp] = {}
+
+    def on(self, group: Any, operation: Any) -> dist.P2POp:
+        """``dist.isend`` or ``dist.irecv`` of it on a group, made once: PyTorch looks up ranks for each."""
+        found = self._made.get((group, operation))
+        if found is None:
+            found = dist.P2POp(operation, self.tensor, group=group, group_peer=self.peer)
+            self._made[group, operation] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,18 +199,20 @@ class Axis:
     def send_recv(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Send tensors and receive into others, in one batch, each with the rank on its other end; the result is the
         tensors that were received."""
-        record("send_recv", sum(t.nbytes for t, _ in sends))
+        record("send_recv", sum(message.nbytes for message in sends))
         axis = self.between if self.between is not None and self._leaves_host([*sends, *recvs]) else self
         transfer, works = axis._batch("send_recv", sends, recvs)
-        return Pending(works, [t for t, _ in recvs], sends, transfer=transfer)
+        return Pending(works, [message.tensor for message in recvs], sends, transfer=transfer)
 
     def _leaves_host(self, messages: Sequence[Message]) -> bool:
         """True if a message goes to, or comes from, another host than this rank's."""
-        return self.per_host > 0 and any(p // self.per_host != self.rank // self.per_host for _, p in messages)
+        return self.per_host > 0 and any(
+            message.peer // self.per_host != self.rank // self.per_host for message in messages
+        )
 
     def _batch(self, name: str, sends: Sequence[Message], recvs: Sequence[Message]) -> tuple[Transfer, list[Any]]:
-        batch = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
-        batch += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
+        batch = [message.on(self.group, dist.isend) for message in sends]
+        batch += [message.on(self.group, dist.irecv) for message in recvs]
         return self._post(name, batch)
 
     def _post(self, name: str, batch: list[dist.P2POp]) -> tuple[Transfer, list[Any]]:
@@ -217,14 +234,15 @@ class GlooAxis(Axis):
         # directions take turns. 8 MiB each way over 800 Mbit/s, which need 0.084 s: 0.15 s with sends first, 0.09 s
         # with receives first (100 Mbit/s, 0.67 s: 0.80 and 0.70 s). Messages stay whole: in parts of 64 KiB to 4 MiB
         # they take 0.11 to 0.17 s with sends first and 0.09 to 0.10 s with receives first.
-        batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t, source in recvs]
-        batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t, to in sends]
+        batch = [message.on(self.group, dist.irecv) for message in recvs]
+        batch += [message.on(self.group, dist.isend) for message in sends]
         return self._post(name, batch)
 
     def all_to_all(self, send: Tensor) -> Pending:  # gloo's own posts sends first: 0.18 s at 800 Mbit/s
         record("all_to_all", send.nbytes // self.size * (self.size - 1))
         result, peers = torch.empty_like(send), self._peers()
-        sends, recvs = [(send[p], p) for p in peers], [(result[p], p) for p in reversed(peers)]
+        sends = [Message(send[p], p) for p in peers]
+        recvs = [Message(result[p], p) for p in reversed(peers)]
         transfer, works = self._batch("all_to_all", sends, recvs)
         result[self.rank].copy_(send[self.rank])  # while the others travel
         return Pending(works, result, send, transfer=transfer)
@@ -233,7 +251,8 @@ class GlooAxis(Axis):
         record("all_gather", send.nbytes * (self.size - 1))
         result = send.new_empty(self.size, *send.shape)
         peers = self._peers()
-        sends, recvs = [(send, p) for p in peers], [(result[p], p) for p in reversed(peers)]
+        sends = [Message(send, p) for p in peers]
+        recvs = [Message(result[p], p) for p in reversed(peers)]
         transfer, works = self._batch("all_gather", sends, recvs)
         if own:
             result[self.rank].copy_(send)
@@ -244,7 +263,8 @@ class GlooAxis(Axis):
         parts = send.unflatten(0, (self.size, -1))
         peers = self._peers()
         received = {p: torch.empty_like(parts[p]) for p in sorted(peers)}
-        sends, recvs = [(parts[p], p) for p in peers], [(received[p], p) for p in reversed(peers)]
+        sends = [Message(parts[p], p) for p in peers]
+        recvs = [Message(received[p], p) for p in reversed(peers)]
         transfer, works = self._batch("reduce_scatter", sends, recvs)
         return Pending(works, list(received.values()), send, _sum_in_place, transfer)
 
@@ -252,8 +272,8 @@ class GlooAxis(Axis):
         record("all_to_all_rows", send.nbytes)
         result = send.new_empty(sum(received), *send.shape[1:])
         outgoing, incoming, peers = send.split(list(sent)), result.split(list(received)), self._peers()
-        sends = [(outgoing[p], p) for p in peers if sent[p]]
-        recvs = [(incoming[p], p) for p in reversed(peers) if received[p]]
+        sends = [Message(outgoing[p], p) for p in peers if sent[p]]
+        recvs = [Message(incoming[p], p) for p in reversed(peers) if received[p]]
         transfer, works = self._batch("all_to_all_rows", sends, recvs)
         return Pending(works, result, send, transfer=transfer)
 
@@ -270,7 +290,7 @@ class HcclAxis(Axis):
         peers: list[int] = []  # of each work, in the order of the rounds
         for some, others in zip_longest(_one_each(sends), _one_each(recvs), fillvalue=()):
             works += super()._batch(name, some, others)[1]
-            peers += [peer for _, peer in (*some, *others)]
+            peers += [message.peer for message in (*some, *others)]
         return Transfer(self.group, name, peers), works
 
 
@@ -278,11 +298,11 @@ def _one_each(messages: Sequence[Message]) -> list[list[Message]]:
     """The first message of each rank, then the second of each, and so on: the same order on both sides."""
     rounds: list[list[Message]] = []
     count: Counter[int] = Counter()
-    for tensor, peer in messages:
-        if count[peer] == len(rounds):
+    for message in messages:
+        if count[message.peer] == len(rounds):
             rounds.append([])
-        rounds[count[peer]].append((tensor, peer))
-        count[peer] += 1
+        rounds[count[message.peer]].append(message)
+        count[message.peer] += 1
     return rounds
 
 

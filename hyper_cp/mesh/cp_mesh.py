@@ -46,9 +46,9 @@ class CPMesh:
     def rank(self) -> int:
         return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
-    def ulysses_peers(self, ring_rank: int | None = None) -> range:
-        """The cp ranks that share the sequence of one ring rank (default: this one)."""
-        first = (self.ring.rank if ring_rank is None else ring_rank) * self.ulysses.size
+    def ulysses_peers(self) -> range:
+        """The cp ranks that share the sequence of this ring rank."""
+        first = self.ring.rank * self.ulysses.size
         return range(first, first + self.ulysses.size)
 
     def alive(self) -> bool:

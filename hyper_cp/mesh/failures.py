@@ -119,14 +119,14 @@ class operation:
 class Transfer:
     """One transfer on a process group. A context around the call that posts it, and around the waits for it."""
 
-    __slots__ = ("group", "name", "peers", "work")
+    __slots__ = ("at", "group", "name", "peers", "works")
 
     def __init__(self, group: Any, name: str, peers: Sequence[int] | None = None) -> None:
         """``peers``: the ranks in the group that it goes to and comes from, None for all others; if there are as many
         as works, each is that of one work."""
         self.group, self.name, self.peers = group, name, peers
-        self.work: tuple[int, int] | None = None
-        """The work that is waited for, and the number of works."""
+        self.works = self.at = 0
+        """The number of works that are waited for, and which one it is."""
 
     def __enter__(self) -> Transfer:
         return self
@@ -138,8 +138,8 @@ class Transfer:
     def wait(self, works: Sequence[Any]) -> None:
         """Wait for all works."""
         with self:
-            for i, work in enumerate(works):
-                self.work = i, len(works)
+            self.works = len(works)
+            for self.at, work in enumerate(works):
                 work.wait()
 
     def _text(self, error: RuntimeError) -> str:
@@ -158,8 +158,8 @@ class Transfer:
 
     def _peers(self, ranks: Sequence[int]) -> list[int]:
         assert self.peers is not None  # for mypy
-        if self.work is not None and self.work[1] == len(self.peers):
-            return [ranks[self.peers[self.work[0]]]]
+        if self.works == len(self.peers) > 0:
+            return [ranks[self.peers[self.at]]]
         return sorted({ranks[i] for i in self.peers})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -358,48 +358,36 @@ def _npu_outputs(joined: Tensor, out: Tensor) -> tuple[Any, ...]:
 
 # --------------------------------------------------------------------------- the table
 
+
+class Routed(NamedTuple):
+    """A call that is routed: the function that reads it, and how users know it."""
+
+    read: Callable[..., AttentionRequest]
+    spelling: str | None = None
+    """Its name in errors; None if it is never called on a share without being routed, or is an operator."""
+    dim: int | None = None
+    """The dimension of queries and keys that is the sequence, in calls as users spell them."""
+    whole_too: bool = False
+    """True if it is routed even where the module sees whole sequences: it may use head numbers, of which the module has
+    a share. (A call with ``sink=`` does.)"""
+
+
 _NPU = ("npu_fusion_attention", "npu_fusion_attention_v2", "npu_fusion_attention_v3")
-ROUTED: dict[Any, Callable[..., AttentionRequest]] = {
-    F.scaled_dot_product_attention: _sdpa,
-    attention: _own,
-    latent_attention: _latent,
-    select_keys: _select,
-    indexer_loss: _loss,
-    **{f"aten.scaled_dot_product_attention{overload}": _sdpa for overload in ("", ".default")},
-    flex_attention: _flex,
-    F.multi_head_attention_forward: _multihead,
-    **{f"npu.{op}{overload}": _npu for op in _NPU for overload in ("", ".default")},
+ROUTED: dict[Any, Routed] = {
+    F.scaled_dot_product_attention: Routed(_sdpa, "F.scaled_dot_product_attention", -2, whole_too=True),
+    attention: Routed(_own, "hyper_cp.ops.attention", -2, whole_too=True),
+    latent_attention: Routed(_latent, "latent_attention", -2, whole_too=True),
+    select_keys: Routed(_select, "select_keys", -2, whole_too=True),
+    indexer_loss: Routed(_loss, whole_too=True),
+    **{f"aten.scaled_dot_product_attention{overload}": Routed(_sdpa) for overload in ("", ".default")},
+    flex_attention: Routed(_flex, "flex_attention", -2, whole_too=True),
+    F.multi_head_attention_forward: Routed(_multihead, "nn.MultiheadAttention", 0),
+    **{f"npu.{op}{overload}": Routed(_npu) for op in _NPU for overload in ("", ".default")},
 }
-_WHOLE_TOO = {F.scaled_dot_product_attention, flex_attention, attention, latent_attention, select_keys, indexer_loss}
-
-
-def routed_on_whole_sequences(func: Any, kwargs: dict[str, Any]) -> bool:
-    """True for calls that are routed even where the module sees whole sequences: they may use head numbers, of which
-    the module has a share."""
-    return func in _WHOLE_TOO or kwargs.get("sink") is not None
-
-
 PLAIN: dict[Any, Callable[..., Any]] = {
     flex_attention: plain_flex_attention,
 }
 """The replacement for a function that is not routed after all, where that is not the function itself."""
-SEQUENCE_DIM: dict[Any, int] = {
-    F.scaled_dot_product_attention: -2,
-    attention: -2,
-    latent_attention: -2,
-    select_keys: -2,
-    flex_attention: -2,
-    F.multi_head_attention_forward: 0,
-}
-"""The dimension of queries and keys that is the sequence, in calls as users spell them."""
-_SPELLED = {
-    F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
-    attention: "hyper_cp.ops.attention",
-    latent_attention: "latent_attention",
-    select_keys: "select_keys",
-    flex_attention: "flex_attention",
-    F.multi_head_attention_forward: "nn.MultiheadAttention",
-}
 _OPERATORS_OF = (
     *("npu.npu_fusion_attention", "flash_attn", "xformers", "torch_attn."),
     *("aten.scaled_dot_product", "aten._scaled_dot_product", "aten._flash_attention", "aten._efficient_attention"),
@@ -412,7 +400,7 @@ def spelled(func: Any) -> str | None:
     """The name of a function that computes attention, also of one that cannot be routed; None for others."""
     if isinstance(func, _OPERATORS):
         return str(func) if str(func).startswith(_OPERATORS_OF) else None
-    return _SPELLED.get(func)
+    return ROUTED[func].spelling if func in ROUTED else None
 
 
 def key_of(func: Any) -> Any:

@@ -47,19 +47,19 @@ class DispatchMode(EnteredMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, call = kwargs or {}, self.call
-        read = attention_calls.ROUTED.get(attention_calls.key_of(func))
-        if not call.must_route and not attention_calls.routed_on_whole_sequences(func, kwargs):
-            read = None  # whole sequences: the user's own kernel is right
-        if read is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
+        routed = attention_calls.ROUTED.get(attention_calls.key_of(func))
+        if routed is not None and not (call.must_route or routed.whole_too or kwargs.get("sink") is not None):
+            routed = None  # whole sequences: the user's own kernel is right
+        if routed is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed += 1
-            request = read(call.binding.name, *args, **kwargs)
+            request = routed.read(call.binding.name, *args, **kwargs)
             out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
             return request.to_caller(out)
         if func is decode_attention and call.alive():
             _check_decoding(call, args[1])
             call.routed += 1
             return func(*args, **kwargs)
-        unrouted = attention_calls.spelled(func) if read is None and call.must_route else None
+        unrouted = attention_calls.spelled(func) if routed is None and call.must_route else None
         if unrouted is not None and call.alive():
             raise NotImplementedError(
                 f"{call.binding.name} calls {unrouted}, which cannot be routed to context-parallel attention yet. It "

@@ -322,7 +322,8 @@ def _self_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """The number of positions of an attention call; 0 for one that is surely not attention of a sequence to itself;
     None if it cannot be read."""
     pair = [*args[:2], *(kwargs[name] for name in ("query", "key") if name in kwargs)][:2]
-    dim = attention_calls.SEQUENCE_DIM.get(func)
+    routed = attention_calls.ROUTED.get(func)
+    dim = None if routed is None else routed.dim
     if dim is None or len(pair) < 2 or not all(isinstance(x, Tensor) and x.ndim >= 2 for x in pair):
         return None
     queries, keys = (x.shape[dim] for x in pair)

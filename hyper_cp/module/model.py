@@ -102,6 +102,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     if binding.place is None:
         model = _model(binding, module)
         _warn_of_layouts(model)
+        _warn_of_meshes(model)
         plan = Plan({name: repr(found.style) for name, found in model.styled.items()})
         for name, found in model.styled.items():
             found.place = name, plan
@@ -144,6 +145,19 @@ def _warn_of_layouts(model: Model) -> None:
             f"modules of {type(model.root).__name__} expect the sequence in different layouts: {found}. In one batch "
             "some of them would assign wrong positions to tokens. Give all styles one layout (RecurrentContextParallel "
             "has its own argument); if the model has two sequences, an encoder's and a decoder's, ignore this",
+            stacklevel=6,
+        )
+
+
+def _warn_of_meshes(model: Model) -> None:
+    """Warn of a model whose styles split the sequence over different ranks: one batch is split over some of them."""
+    ranks = {tuple(x.active.cp_dims.ranks): name for name, x in model.styled.items() if x.active.parallel}
+    if len(ranks) > 1:
+        found = " and ".join(f"{name!r} over ranks {[*of]}" for of, name in ranks.items())
+        warnings.warn(
+            f"modules of {type(model.root).__name__} attend to sequences that are split over different ranks: {found}. "
+            "The ranks of one batch hold its shares, so some of them would join shares of other batches. Give all "
+            "styles one mesh; if the model has two sequences, each split over its own ranks, ignore this",
             stacklevel=6,
         )
 

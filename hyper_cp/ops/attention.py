@@ -104,10 +104,12 @@ def _attend(
     q, k, v, checked = check(q, k, v, call, cp, mode, exchanged=exchanged)
     if not isinstance(core, TileEngine):
         core.check(q, k, checked)
+    if cp.ulysses.size == 1:
+        return core(q, k, v, checked)
     ulysses = Ulysses(cp, mode.layout, documents=call.documents)
     if checked.selected is not None:
         checked = replace(checked, selected=ulysses.keys_to_heads(checked.selected)[0])
-    if exchanged or cp.ulysses.size == 1:
+    if exchanged:
         return core(q, k, v, checked)
     head_groups.check_groups(q.shape[1], k.shape[1], cp, mode.groups)
     if isinstance(core, TileEngine) and mode.groups > 1:
@@ -499,13 +501,13 @@ def _on_mesh(
     check_degree(mode, cp)
     score: scores.Score | None = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)
-    readable = all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k))  # others are refused below
+    readable = isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4  # others are refused below
     if slices is not None and readable:
         keys = k.shape[2] * (1 if mode.kv_exchange == "replicated" else cp.size)
         score = score_of_slices(slices, (q.shape[2] * cp.size, keys), q, score)
     own = documents is None and readable and q.shape[2] == k.shape[2] and mode.kv_exchange != "replicated"
     if own and not isinstance(mesh, CPMesh):  # attention of a sequence to itself, of which a block says the documents
-        table = cp.batch.active_documents("attention")
+        table = cp.batch.documents_of_call("attention")
     if entries is not None and table is not None:
         raise NotImplementedError(
             "attention: entries with documents are not supported. Entries of one document would be seen by the next "

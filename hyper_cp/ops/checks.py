@@ -57,9 +57,9 @@ def check(
         check_grouped(q.shape[1], kv_heads)
     else:
         check_shards((q.shape[1], q.shape[2]), (kv_heads, k.shape[2]), cp, mode, call.documents)
-    placed = call.is_causal or mode.window or any(x is not None for x in (call.documents, call.mask, call.score))
+    hides = call.documents is not None or call.mask is not None or call.score is not None
     share = q.shape[2] // (cp.ulysses.size if exchanged else 1)
-    cp.batch.record_call(share, mode.layout if placed else None, cp.size)
+    cp.batch.record_call(share, mode.layout if hides or call.is_causal or mode.window else None, cp.size)
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)

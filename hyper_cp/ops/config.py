@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..schedule import layout as layouts
 from ..schedule.tiles import Band
 from .entries import Entries
 from .kernels.scores import Score
-from .settings import Settings
+from .settings import read, text
 
 EXCHANGE_DTYPES = (torch.bfloat16, torch.float32)
 """Those in which numbers may travel; float16 would overflow."""
@@ -98,9 +98,10 @@ class Mode:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """The arguments of one attention call beside q, k, v, as its caller gave them."""
+    """The arguments of one attention call beside q, k, v, as its caller gave them. Nobody changes them (a frozen
+    dataclass would refuse that, but takes five times as long to make, in every call)."""
 
     is_causal: bool = False
     scale: float | None = None
@@ -138,7 +139,7 @@ class Call:
         return [x for x in (self.weight, self.bias) if x is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class CheckedCall(Call):
     """A call with everything checked and decided. Nothing below checks or parses it again.
 
@@ -178,8 +179,7 @@ class CheckedCall(Call):
         )
 
 
-@dataclass
-class Operands:
+class Operands(NamedTuple):
     """The tensors of a call beside q, k, v. An op takes those that there are as one list, and their names with its
     settings, and saves them for backward. What kernels need of another one is a field of their ``TileInputs`` too."""
 
@@ -214,31 +214,27 @@ class Operands:
 
     @property
     def differentiated(self) -> list[Tensor]:
-        """The tensors that backward gives gradients to, beside the sinks."""
-        single = self.weight, self.bias, self.entry_keys, self.entry_values
+        """The tensors that backward gives gradients to."""
+        single = self.sinks, self.weight, self.bias, self.entry_keys, self.entry_values
         return [*(x for x in single if x is not None), *self.captured]
 
-    def listed(self) -> tuple[list[Tensor], tuple[str, ...]]:
-        """The tensors that there are, and their names."""
-        single = [(name, x) for name in _SINGLE if (x := getattr(self, name)) is not None]
-        named = [*single, *(("captured", x) for x in self.captured)]
-        return [x for _, x in named], tuple(name for name, _ in named)
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The tensors that there are, with their names."""
+        single = [(name, x) for name, x in zip(self._fields, self[:-1], strict=False) if x is not None]
+        return single + [("captured", x) for x in self.captured]
 
     @staticmethod
     def of(tensors: Sequence[Tensor], names: Sequence[str]) -> Operands:
-        """The operands of a list with these names; the inverse of :meth:`listed`."""
-        pairs = [*zip(names, tensors, strict=True)]
-        single = {name: x for name, x in pairs if name != "captured"}
-        return Operands(**single, captured=[x for name, x in pairs if name == "captured"])
+        """The operands of a list with these names; the inverse of :meth:`named`."""
+        single = len(names) - names.count("captured")
+        return Operands(**dict(zip(names[:single], tensors[:single], strict=True)), captured=tensors[single:])
 
 
-DIFFERENTIATED = frozenset({"weight", "bias", "entry_keys", "entry_values", "captured"})
+DIFFERENTIATED = frozenset({"sinks", "weight", "bias", "entry_keys", "entry_values", "captured"})
 """The names of :attr:`Operands.differentiated`."""
-_SINGLE = tuple(field.name for field in fields(Operands) if field.name != "captured")
 
 
-@dataclass(frozen=True)
-class OpSettings(Settings):
+class OpSettings(NamedTuple):
     """Everything that an op of attention needs beside tensors and numbers."""
 
     mesh: str
@@ -274,6 +270,12 @@ class OpSettings(Settings):
         found: torch.dtype | None = getattr(torch, self.exchange_dtype) if self.exchange_dtype else None
         return found
 
+    @staticmethod
+    def read(text: str) -> OpSettings:
+        """The settings of a text."""
+        found: OpSettings = read(OpSettings, text)
+        return found
+
     def heads_before(self, rank: int, heads: int) -> int:
         """The global number of the first of ``heads`` query heads on a rank of the Ulysses dimension."""
         return rank * heads if self.first_head is None else self.first_head
@@ -282,5 +284,11 @@ class OpSettings(Settings):
         self, given: Operands, scale: float, dropout_p: float = 0.0
     ) -> tuple[list[Tensor], float, float, str]:
         """The last arguments of an op: its operands, its numbers, and these settings as text."""
-        tensors, names = given.listed()
-        return tensors, scale, dropout_p, self.text(tensors=names)
+        return self.listed(given.named(), scale, dropout_p)
+
+    def listed(
+        self, named: Sequence[tuple[str, Tensor]], scale: float, dropout_p: float
+    ) -> tuple[list[Tensor], float, float, str]:
+        """The same for operands with their names."""
+        names = tuple([name for name, _ in named])
+        return [x for _, x in named], scale, dropout_p, text(self._replace(tensors=names))

@@ -22,7 +22,7 @@ from ..schedule import choices, lookup
 from ..schedule.build import Step
 from ..schedule.documents import read
 from ..schedule.ranges import Range
-from ..schedule.tiles import CAUSAL, Band, Tile, intersect
+from ..schedule.tiles import CAUSAL, FULL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
 from .entries import EntryTiles
@@ -46,11 +46,12 @@ class TileEngine:
         self.with_lse = with_lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
-        plain = all(x is None for x in (call.documents, call.mode.window, call.sinks, call.score, call.entries))
         if call.selected is not None and call.weight is not None and v.shape[1] == call.selected.shape[1] == 1:
             return self._absorbed(q, k, v, call)
-        if call.cp.size == 1 and plain and call.selected is None and not (self.with_lse or call.max_logits):
-            return self._plain_sdpa(q, k, v, call)
+        if call.cp.size == 1 and not (self.with_lse or call.max_logits):
+            hiding = call.documents, call.mode.window, call.sinks, call.score, call.entries, call.selected
+            if all(x is None for x in hiding):
+                return self._plain_sdpa(q, k, v, call)
         return self.asked(call, *attention_op(q, k, v, *op_arguments(q, k, v, call)))
 
     def asked(self, call: CheckedCall, out: Tensor, lse: Tensor, _: Tensor, largest: Tensor) -> Any:
@@ -78,12 +79,20 @@ def op_arguments(
 ) -> tuple[list[Tensor], float, float, str]:
     """The arguments after q, k, v of the op that computes a call."""
     seed, score = draw_seed() if call.dropout_p else None, call.score
-    given = Operands(call.sinks, call.documents, call.mask, seed, weight=call.weight, bias=call.bias)
-    given.selected = call.selected
-    if call.entries is not None:
-        given.entry_keys, given.entry_values = call.entries.k, call.entries.v
-        given.entry_selected = call.entries.selected
-    given.captured = () if score is None else score.captured
+    pooled = (None, None, None) if call.entries is None else (call.entries.k, call.entries.v, call.entries.selected)
+    given = Operands(
+        call.sinks,
+        call.documents,
+        call.mask,
+        seed,
+        weight=call.weight,
+        bias=call.bias,
+        entry_keys=pooled[0],
+        entry_values=pooled[1],
+        selected=call.selected,
+        entry_selected=pooled[2],
+        captured=() if score is None else score.captured,
+    )
     seen = _attended(q, k, v, given, absorbed)
     kinds = score is not None, call.selected is not None
     kernel = kernels.choose(q, *seen, call.is_causal, call.dropout_p, *kinds)
@@ -189,7 +198,8 @@ class Work:
                 queries.post_results(result)
             if not step.tiles:
                 continue
-            taken = k, v = [step.used.take(x, 2) for x in block]
+            used = step.used
+            taken = k, v = used.take(block[0], 2), used.take(block[1], 2)
             if self.latents is not None:
                 k, v = self.latents(k, v)
             into = KeyGradients(step, k, v[..., :0] if keys.keys_only else v, gradients, self.latents, taken)
@@ -228,6 +238,7 @@ class KeyGradients:
 
     kernel: kernels.Kernel | None = None
     """None: that of the call."""
+    _totals: Sequence[Tensor] | None = None
 
     def __init__(
         self,
@@ -238,26 +249,27 @@ class KeyGradients:
         latents: Expansion | Absorbed | None = None,
         taken: Sequence[Tensor] = (),
     ) -> None:
-        self.step, self.rows, self.latents, self.taken = step, step.used, latents, taken
-        self.sums = [RowSum(k), RowSum(v)] if totals and (self.rows.many or latents is not None) else []
-        # The first addition may wait for the sum of other ranks, and no tile is left that would hide that.
-        self._late = len(step.tiles) == 1 or bool(self.sums)
-        self._asked = totals
-        self._totals: Sequence[Tensor] | None = None
+        self.step, self.latents, self.taken, self._asked = step, latents, taken, totals
+        self.sums = [RowSum(k), RowSum(v)] if totals and (step.used.many or latents is not None) else []
 
     @property
     def totals(self) -> Sequence[Tensor]:
         """The sums of gradients of k and of v."""
         if self._totals is None:
-            self._totals = () if self._asked is None else self._asked(self._late)
+            # The first addition may wait for the sum of other ranks, if no tile is left that would hide that.
+            late = len(self.step.tiles) == 1 or bool(self.sums)
+            self._totals = () if self._asked is None else self._asked(late)
         return self._totals
 
     def add(self, tile: Tile, *gradients: Tensor) -> None:
         """Add the gradients of a tile's keys and values."""
         for apart, x in zip(self.sums, gradients, strict=False):
             apart.add(tile.k, tile.batch, x)
-        for total, x in zip(() if self.sums else self.totals, gradients, strict=False):
-            for start, rows in self.rows.within(tile.k):  # from `start` of the tile on
+        if self.sums:
+            return
+        ranges = [*self.step.used.within(tile.k)]
+        for total, x in zip(self.totals, gradients, strict=False):
+            for start, rows in ranges:  # from `start` of the tile on
                 add(part(total, rows, tile.batch), x.narrow(2, start, rows[1] - rows[0]))
 
     def finish(self) -> None:
@@ -271,7 +283,7 @@ class KeyGradients:
                 for x, total in zip(self.latents.pull_back(*self.taken, *gradients), self.totals, strict=True)
             ]
         for total, x in zip(self.totals, gradients, strict=True):
-            self.rows.add(total, x, 2)
+            self.step.used.add(total, x, 2)
 
 
 Compute = Callable[[Tile, TileInputs, Sequence[Tensor], Any], None]
@@ -307,10 +319,9 @@ def attention_op(
     work = Work(q, k, v, given, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     share = q.shape[2] // work.cp.ulysses.size
-    placed = work.band != (None, None) or any(x is not None for x in (given.documents, work.mask, work.scores))
-    work.cp.batch.record_call(share, options.layout if placed else None, work.cp.size)
+    hides = given.documents is not None or work.mask is not None or work.scores is not None
+    work.cp.batch.record_call(share, options.layout if hides or work.band != FULL else None, work.cp.size)
     work.cp.batch.record_attention(
-        share,
         given.documents,
         band=work.band,
         lengths=work.lengths,
@@ -383,7 +394,9 @@ def attention_backward_op(
         work.run(plan.backward, keys, queries, compute, dq.result)
         (dq_local,) = queries.results(dq.result)
         check_nans_if_enabled(work.cp, options, "the gradients of query, key, value", dq_local, *keys.home)
-    others = [*([] if work.latents is None else work.latents.gradients)]
+        # In the op, which has no derivative: outside of it a second one would take the log-sum-exp for a constant.
+        of_sinks = [] if given.sinks is None else [gradient_of_sinks(given.sinks, dout, out, lse, given.dlse)]
+    others = [*of_sinks, *([] if work.latents is None else work.latents.gradients)]
     others += [] if work.entries is None else work.entries.gradients
     others += [] if work.scores is None else work.scores.gradients
     # Contiguous on every rank: their user sums them over ranks, and collectives add memory whatever its strides are.
@@ -442,23 +455,22 @@ class Saved:
         self.names = tuple(name for name, _ in kept)
         return [x for _, x in kept]
 
-    def operands(self, tensors: Sequence[Tensor], dlse: Tensor | None, kernel: Tensor) -> Operands:
-        """The operands of backward: those that were saved, and those that only backward has."""
-        given = Operands.of(tensors, self.names)
-        given.documents, given.dlse, given.kernel = self.documents, dlse, kernel
-        return given
+    def arguments(
+        self, tensors: Sequence[Tensor], dlse: Tensor | None = None, kernel: Tensor | None = None
+    ) -> tuple[list[Tensor], float, float, str]:
+        """The last arguments of the backward op: the operands that were saved, and those that only backward has."""
+        more = [
+            (name, x)
+            for name, x in (("documents", self.documents), ("dlse", dlse), ("kernel", kernel))
+            if x is not None
+        ]
+        named = [*more, *zip(self.names, tensors, strict=True)]
+        return self.options.listed(named, self.scale, self.dropout_p)
 
-    def arguments(self, given: Operands) -> tuple[list[Tensor], float, float, str]:
-        """The last arguments of the backward op."""
-        return self.options.arguments(given, self.scale, self.dropout_p)
-
-    def gradients(self, of_sinks: Tensor | None, of_others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def gradients(self, of_others: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the tensors that the op took, in their order."""
         others = iter(of_others)
-        return [
-            next(others) if name in DIFFERENTIATED else of_sinks if name == "sinks" else None
-            for name in self.options.tensors
-        ]
+        return [next(others) if name in DIFFERENTIATED else None for name in self.options.tensors]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -474,10 +486,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
     saved: Saved = ctx.saved
     dout = torch.zeros_like(out) if dout is None else dout  # transfers take place: other ranks may have a gradient
     with backward_of(saved.caller):
-        given = saved.operands(tensors, dlse, kernel)
-        *grads, of_others = attention_backward_op(dout, q, k, v, out, lse, *saved.arguments(given))
-    of_sinks = None if given.sinks is None else gradient_of_sinks(given.sinks, dout, out, lse, dlse)
-    return *grads, saved.gradients(of_sinks, of_others), None, None, None
+        arguments = saved.arguments(tensors, dlse, kernel)
+        *grads, of_others = attention_backward_op(dout, q, k, v, out, lse, *arguments)
+    return *grads, saved.gradients(of_others), None, None, None
 
 
 def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> Tensor:

@@ -20,7 +20,6 @@ Ulysses (2309.14509).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from ..schedule.choices import heads_after_sharing
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 from .config import CheckedCall, Operands, OpSettings
-from .engine import Saved, TileEngine, attention_backward_op, attention_op, gradient_of_sinks, op_arguments
+from .engine import Saved, TileEngine, attention_backward_op, attention_op, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, shared_heads
 from .kernels.partials import accumulation_dtype, like_queries
@@ -158,8 +157,8 @@ class Groups:
         sinks = None if given.sinks is None else given.sinks.narrow(0, index * heads, heads)
         mask = given.mask
         mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, index * heads, heads)
-        settings = replace(self.settings, first_head=first)
-        return settings.arguments(replace(given, sinks=sinks, mask=mask, **others), *self.numbers)
+        given = given._replace(sinks=sinks, mask=mask, **others)
+        return self.settings._replace(first_head=first).arguments(given, *self.numbers)
 
 
 def _wait(pending: Sequence[comm.Pending]) -> list[Tensor]:
@@ -263,12 +262,11 @@ def ulysses_attention_backward_op(
             q, kv = queries[group], group // plan.sharing
             of_lse = None if given.dlse is None else given.dlse.chunk(groups, 1)[group]
             results = arriving.wait(), outs[group], lse.chunk(groups, 1)[group]
-            if given.sinks is not None:
-                sinks = given.sinks.chunk(groups)[group]
-                of_sinks.append(gradient_of_sinks(sinks, *results, of_lse))
             arguments = plan.arguments(group, q.shape[1], given, dlse=of_lse)
             local = results[0], q, keys[kv], values[kv], *results[1:]
             grad, *kv_grads, others = attention_backward_op(*local, *arguments)
+            if given.sinks is not None:
+                of_sinks.append(others.pop(0))
             for whole, x in zip(of_captured, others, strict=True):
                 whole.add_(x)
             posted = [plan.to_rank(grad, dq, groups, group)]
@@ -293,7 +291,7 @@ def _(
     options = OpSettings.read(others[-1])
     given, degree = Operands.of(tensors, options.tensors), cp_mesh.by_key(options.mesh).ulysses.size
     dq, dk, dv = (_rank_of(xs, degree) for xs in _sorted(saved, options.head_groups)[1:])
-    return dq, dk, dv, [torch.empty_like(x) for x in ([] if given.sinks is None else [given.sinks]) + [*given.captured]]
+    return dq, dk, dv, [torch.empty_like(x) for x in given.differentiated]
 
 
 def _sorted(saved: list[Tensor], groups: int) -> list[list[Tensor]]:
@@ -339,10 +337,9 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         shape = _rank_of(queries, cp_mesh.by_key(saved.options.mesh).ulysses.size)
         dout = like_queries(shape, outs[0].shape[3], shape.dtype).zero_()
     with backward_of(saved.caller):
-        arguments = saved.arguments(saved.operands(kept, dlse, kernel))
+        arguments = saved.arguments(kept, dlse, kernel)
         *of_qkv, others = ulysses_attention_backward_op(dout, lse, [*groups], *arguments)
-    of_sinks = others.pop(0) if "sinks" in saved.names else None
-    return *of_qkv, saved.gradients(of_sinks, others), None, None, None
+    return *of_qkv, saved.gradients(others), None, None, None
 
 
 ulysses_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -391,13 +391,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
     kept, *others = ctx.saved_tensors
     saved: Saved = ctx.saved
-    given = Operands.of(others[6:], saved.names)
-    given.documents = saved.documents
     # Transfers take place without a gradient, too: other ranks may have one.
     dloss = torch.zeros_like(kept[:, 0, :, 0]) if dloss is None else dloss
     with backward_of(saved.caller):
-        grads = indexer_loss_backward_op(dloss, kept, *others[:6], *ctx.target, *saved.arguments(given))
-    return *grads, *[None] * 6, saved.gradients(None, ()), None, None, None
+        grads = indexer_loss_backward_op(dloss, kept, *others[:6], *ctx.target, *saved.arguments(others[6:]))
+    return *grads, *[None] * 6, saved.gradients(()), None, None, None
 
 
 indexer_loss_op.register_autograd(_differentiate, setup_context=_save)

@@ -127,7 +127,7 @@ def of_indexer(mesh: DeviceMesh | CPMesh, documents: Any, caller: str) -> tuple[
     if isinstance(mesh, CPMesh):
         return mesh, table
     cp = cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
-    return cp, cp.batch.active_documents(caller) if documents is None else table
+    return cp, cp.batch.documents_of_call(caller) if documents is None else table
 
 
 def select(

@@ -324,7 +324,7 @@ class SplitCache:
             )
 
     def _check_rows(self, name: str, q: Tensor) -> Tensor:
-        """What the cache holds first. Raises unless it has the batch of queries, and their positions."""
+        """The cached tensor that comes first. Raises unless it has the batch of queries, and their positions."""
         held = self._kv[0] if self._kv else q
         if not self._kv or q.shape[2] > self.length:
             raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..data.head import CHUNK_BYTES
 from ..ops.kernels.indexer import SCORES_AT_ONCE, SORTED_AT_ONCE
 from ..ops.kernels.selected import GATHERED_AT_ONCE
 from .model import ModelShape, Pooling
@@ -19,9 +20,6 @@ from .work import RankWork
 
 CHECKPOINTING = ("none", "attention", "layers")
 """Activation checkpointing: none, of every layer but for its attention (``SAVE_LIST``), of every layer."""
-
-LOSS_CHUNK = 2**28
-"""Bytes of the fp32 logits that are alive at a time in a chunked loss."""
 
 
 @dataclass(frozen=True)
@@ -230,5 +228,5 @@ def loss_bytes(model: ModelShape, tokens: float, chunked: bool, element: int) ->
     per_token = 3 * model.vocabulary * max(element, ACCUMULATED)
     if not chunked:
         return tokens * per_token
-    chunk = min(tokens, max(1, LOSS_CHUNK // (ACCUMULATED * model.vocabulary)))
+    chunk = min(tokens, max(1, CHUNK_BYTES // (ACCUMULATED * model.vocabulary)))
     return chunk * per_token + tokens * model.width * element + model.head_weights * ACCUMULATED

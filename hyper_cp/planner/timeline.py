@@ -210,26 +210,3 @@ def _stages(steps: _Steps, keys: list[float], gradients: list[float], home: floa
     clock.compute(steps.last)
     clock.wait(left[-1])
     return clock.now
-
-
-def grouped_ulysses(groups: int, kernels: tuple[float, float], travel: tuple[float, float], each: float) -> float:
-    """Seconds of attention between two exchanges of heads, forward and backward, in groups of heads: the order of
-    ``ops/head_groups.py``. One group is plain Ulysses.
-
-    Args:
-        kernels: seconds of all heads, forward and backward.
-        travel: seconds in which q, k and v travel one way, and the output the other.
-        each: seconds that a message, and the launch of a group's kernels, take beside.
-    """
-    clock = Clock()
-    for seconds, (arriving, leaving) in zip(kernels, (travel, travel[::-1]), strict=True):
-        arrival, left = clock.post(arriving / groups + each), 0.0
-        for group in range(groups):
-            ahead = clock.post(arriving / groups + each) if group + 1 < groups else 0.0
-            clock.wait(arrival)
-            clock.compute(seconds / groups + each)
-            posted = clock.post(leaving / groups + each)
-            clock.wait(left)
-            arrival, left = ahead, posted
-        clock.wait(left)
-    return clock.now

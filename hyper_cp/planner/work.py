@@ -105,11 +105,6 @@ class RingWork:
     ranks: dict[int, RankWork]
     rank: int
 
-    @property
-    def balance(self) -> float:
-        """The fullest rank's pairs over the mean: 1 is perfect."""
-        return float(self.pairs.max() / max(1.0, self.pairs.mean()))
-
 
 def ring_work(
     layout: str,

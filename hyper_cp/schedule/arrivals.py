@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -86,24 +87,36 @@ def ring(demand: KeyDemand) -> Arrivals:
         if hops == size - 1:
             break
     pieces = _pieces(share, 1 if size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
+    blocks = [placed(own)]
+    for hop in range(1, hops + 1):
+        held = placed(demand.keys[(rank - hop) % size])
+        blocks += [_piece(held, rows) for rows in pieces]
+    return Arrivals(tuple(blocks), _around(size, rank, hops, pieces))
+
+
+_once = lru_cache(maxsize=16)
+"""Moves of whole shares are the same for every batch of documents: they are made once, and so is their order."""
+
+
+@_once
+def _around(size: int, rank: int, hops: int, pieces: tuple[tuple[Range, ...], ...]) -> Transfers:
+    """The moves of :func:`ring`."""
     after, behind = (rank + 1) % size, (rank - 1) % size
-    blocks, moves, gradient_moves = [placed(own)], list[Move](), list[Move]()
+    moves, gradient_moves = list[Move](), list[Move]()
     # Moves of equal pieces are one object each: their number must not grow with the square of the ranks.
     sizes = [sum(stop - start for start, stop in rows) for rows in pieces]
     first = [pair(size, after, behind, rows) for rows in pieces]
     onward = [replace(move, rows=Rows(((0, length),))) for move, length in zip(first, sizes, strict=True)]
     back = [pair(size, behind, after, ((0, length),)) for length in sizes]
     for hop in range(1, hops + 1):
-        held = placed(demand.keys[(rank - hop) % size])
         for i, rows in enumerate(pieces):
             block = len(moves)
-            blocks.append(_piece(held, rows))
             moves.append(first[i] if hop == 1 else replace(onward[i], source=block - len(pieces)))
             if hop < hops:
                 gradient_moves.append(replace(back[i], source=block + len(pieces)))
             else:
                 gradient_moves.append(pair(size, (rank + hops) % size, (rank - hops) % size, rows))
-    return Arrivals(tuple(blocks), Transfers(tuple(moves), len(pieces), tuple(gradient_moves), len(pieces)))
+    return Transfers(tuple(moves), len(pieces), tuple(gradient_moves), len(pieces))
 
 
 def double_ring(demand: KeyDemand, per_host: int = 0) -> Arrivals:
@@ -129,12 +142,6 @@ def double_ring(demand: KeyDemand, per_host: int = 0) -> Arrivals:
     size, rank = demand.size, demand.rank
     if not 1 < per_host < size or size % per_host:
         return ring(demand)
-    host, place = divmod(rank, per_host)
-
-    def rank_at(step: int, hops: int) -> int:
-        """The rank that has what left this one ``step`` hosts and ``hops`` ranks of a host ago."""
-        return (host + step) * per_host % size + (place + hops) % per_host
-
     furthest: dict[int, int] = {0: 0}  # the hops of each round, as far as any rank needs them
     for receiver, origins in _origins(demand):
         for origin in origins:
@@ -145,9 +152,22 @@ def double_ring(demand: KeyDemand, per_host: int = 0) -> Arrivals:
     rounds = [(0, range(1, half + 1))]
     rounds += [(step, range(furthest.get(step, 0) + 1)) for step in range(1, others + 1)]
     rounds += [(0, range(half + 1, own_hops + 1))]
-    own = placed(demand.keys[rank])
-    whole = ((0, _length(own)),)
-    blocks, moves, gradient_moves = [own], list[Move](), list[Move]()
+    origins = [_rank_at(rank, size, per_host, -step, -hop) for step, hops in rounds for hop in hops]
+    blocks = tuple(placed(demand.keys[origin]) for origin in (rank, *origins))
+    return Arrivals(blocks, _over_hosts(size, rank, per_host, tuple(rounds), _length(blocks[0])))
+
+
+def _rank_at(rank: int, size: int, per_host: int, step: int, hops: int) -> int:
+    """The rank that has what left this one ``step`` hosts and ``hops`` ranks of a host ago."""
+    host, place = divmod(rank, per_host)
+    return (host + step) * per_host % size + (place + hops) % per_host
+
+
+@_once
+def _over_hosts(size: int, rank: int, per_host: int, rounds: tuple[tuple[int, range], ...], share: int) -> Transfers:
+    """The moves of :func:`double_ring`, given the steps and hops of its rounds."""
+    rank_at, whole = partial(_rank_at, rank, size, per_host), ((0, share),)
+    moves, gradient_moves = list[Move](), list[Move]()
     onward, across = (pair(size, rank_at(*x), rank_at(-x[0], -x[1]), whole) for x in ((0, 1), (1, 0)))
     back = pair(size, *onward.peers[::-1], whole)
     begun = HOME  # the block that the last round began with
@@ -160,13 +180,12 @@ def double_ring(demand: KeyDemand, per_host: int = 0) -> Arrivals:
                 moves.append(replace(across, source=before, ahead=begun - before))
             else:
                 moves.append(pair(size, rank_at(0, hop), rank_at(0, -hop), whole))
-            blocks.append(placed(demand.keys[rank_at(-step, -hop)]))
             if hop < hops[-1]:
                 gradient_moves.append(replace(back, source=len(moves)))
             else:
                 home = pair(size, rank_at(step, hop), rank_at(-step, -hop), whole)
                 gradient_moves.append(replace(home, ahead=len(hops) if step else 0))
-    return Arrivals(tuple(blocks), Transfers(tuple(moves), 1, tuple(gradient_moves)))
+    return Transfers(tuple(moves), 1, tuple(gradient_moves))
 
 
 def all_gather(demand: KeyDemand) -> Arrivals:
@@ -374,7 +393,8 @@ def arrivals(kv_exchange: str, demand: KeyDemand) -> Arrivals:
 def family(kv_exchange: str) -> tuple[str, int]:
     """The name without its number, and the number: ``"double_ring_8"`` is a double ring over hosts of 8 adjacent ranks
     each. 0: there is none, so that the hosts are those of the mesh."""
-    found = _NUMBERED.fullmatch(kv_exchange) if isinstance(kv_exchange, str) else None
+    known = not isinstance(kv_exchange, str) or kv_exchange in _EXCHANGES
+    found = None if known else _NUMBERED.fullmatch(kv_exchange)
     return (DOUBLE_RING, int(found[1])) if found else (kv_exchange, 0)
 
 

@@ -202,21 +202,22 @@ def _batch_rows(documents: tuple[Documents, ...] | None) -> list[tuple[Range | N
     return [((row, row + 1), boundaries) for row, boundaries in enumerate(documents)]
 
 
-# Kernels are slower on fewer rows than this (CPU flash halves its block below 768).
-_MIN_ROWS = 1024
+LEAST_ROWS = 1024
+"""Kernels are slower on fewer rows than this (CPU flash halves its block below 768)."""
 
 
-def _halves(step: Step, rows: int) -> tuple[Step, Step]:
+def _halves(step: Step, rows: int, least: int) -> tuple[Step, Step]:
     """Cut a step in two: one to run now, and one to run while the last transfer is under way.
 
     Only queries below ``rows`` may wait (with ``swap`` the others leave with that transfer), so the first part has all
     tiles that reach beyond. The rest is cut at one query row, the lower side to the first part and the upper side to
     the second. A boundary between two tiles is best, because no tile is cut: the one with most nearly half of the
     work below it. A single long tile is cut at half of its rows; under a causal mask at 0.7 of them, since work grows
-    with the square of the rows and 0.7 ** 2 is half. If parts would be too short, the second is empty.
+    with the square of the rows and 0.7 ** 2 is half. If parts would have fewer rows than ``least``, the second is
+    empty.
     """
     movable = [t for t in step.tiles if t.q[1] <= rows]
-    row, length = _half_of_work(movable)
+    row, length = _half_of_work(movable, least)
     first: list[Tile] = [t for t in step.tiles if t.q[1] > rows]
     second: list[Tile] = []
     for tile in movable:
@@ -231,7 +232,7 @@ def _halves(step: Step, rows: int) -> tuple[Step, Step]:
     )
 
 
-def _half_of_work(tiles: list[Tile]) -> tuple[int, int]:
+def _half_of_work(tiles: list[Tile], least: int) -> tuple[int, int]:
     """``(row, last row)``: about half of the tiles' work is below ``row``, or all of it."""
     boundaries = sorted({t.q[1] for t in tiles})
     length = boundaries[-1] if boundaries else 0
@@ -243,9 +244,9 @@ def _half_of_work(tiles: list[Tile]) -> tuple[int, int]:
             off[tile.q[1]] = abs(done - half)
         return min(boundaries[:-1], key=lambda b: off[b]), length
     share = 0.7 if any(t.band == CAUSAL for t in tiles) else 0.5
-    grain = max(1, _MIN_ROWS // 8)
-    row = min(round(length * share / grain) * grain, length - _MIN_ROWS)
-    return (row if row >= _MIN_ROWS else length), length
+    grain = max(1, least // 8)
+    row = min(round(length * share / grain) * grain, length - least)
+    return (row if row >= least else length), length
 
 
 # --------------------------------------------------------------------------- all steps
@@ -263,6 +264,7 @@ def build(
     blocks: BlockMap | None = None,
     stages: int | Limits | None = None,
     most_keys: int | None = None,
+    least_rows: int = LEAST_ROWS,
 ) -> Schedule:
     """The schedule of ring rank ``rank``, where ring rank r holds queries of global positions ``held[r]`` and keys
     of ``held_keys[r]`` (the same, but for cross-attention). Calls find it through :func:`lookup.schedule`.
@@ -271,17 +273,23 @@ def build(
     all batch rows, or one per row. ``load_balance`` exchanges the tail half of queries with rank
     ``size-1-rank`` where :func:`swaps` says that this balances the work. ``parts``: tiles may have parts. ``blocks``:
     all other pairs are hidden. ``stages``: see :class:`~arrivals.KeyDemand`. ``most_keys``: see :class:`lookup.Key`.
+    ``least_rows``: a tile is not cut in two where a half would have fewer.
     """
     size, length = len(held), sum(map(length_of, held))
     band = _bounded(band, max(length, sum(map(length_of, held_keys))))
     swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     demand = KeyDemand(rank, queries, held_keys, band, documents, blocks, stages)
-    return assembled(demand, arrivals(kv_exchange, demand), parts, swap, most_keys)
+    return assembled(demand, arrivals(kv_exchange, demand), parts, swap, most_keys, least_rows)
 
 
 def assembled(
-    demand: KeyDemand, arriving: Arrivals, parts: bool = True, swap: bool = False, most_keys: int | None = None
+    demand: KeyDemand,
+    arriving: Arrivals,
+    parts: bool = True,
+    swap: bool = False,
+    most_keys: int | None = None,
+    least_rows: int = LEAST_ROWS,
 ) -> Schedule:
     """The schedule of the rank of a demand, given the keys that arrive there. Other arguments: see :func:`build`."""
     queries, mask = demand.queries[demand.rank], (demand.band, demand.documents, demand.blocks)
@@ -293,7 +301,7 @@ def assembled(
     ]
     rows = length_of(queries)
     last_row = rows // 2 if swap else rows  # of the queries that are this rank's
-    first, last = _halves(own, last_row) if others else (own, _NOTHING)
+    first, last = _halves(own, last_row, least_rows) if others else (own, _NOTHING)
 
     def final(step: Step) -> Step:
         return replace(step, tiles=packed(step.tiles, last_row if swap else 0)) if parts else step

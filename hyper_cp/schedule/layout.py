@@ -77,7 +77,7 @@ def places_by_cost(layout: str) -> bool:
 
 def _family(layout: str) -> str:
     """The name without a window."""
-    return "balanced" if _WINDOWED.fullmatch(layout) else layout
+    return layout if layout in _LAYOUTS or not _WINDOWED.fullmatch(layout) else "balanced"
 
 
 def is_registered(layout: str) -> bool:
@@ -141,8 +141,8 @@ def _check_window(layout: Any) -> None:
 
 def check_layout(layout: str) -> str:
     """Return ``layout`` if it is a layout, else raise ``ValueError``."""
-    _check_window(layout)
     if not isinstance(layout, str) or not is_registered(layout):
+        _check_window(layout)
         more = ", or 'balanced_4096' if most attention has a window of 4096 (any number)"
         check_choice("layout", layout, LAYOUTS, "It names the positions that each rank holds", more)
     return layout

@@ -121,9 +121,22 @@ class Transfers:
         return len(self.moves) // self.pieces
 
     @cached_property
-    def added_to(self) -> dict[int, int]:
-        """For blocks whose gradient another one is added to before it leaves, the (last) one."""
-        return {move.source: block for block, move in enumerate(self.gradient_moves) if move.source != HOME}
+    def sent_on(self) -> dict[int, int]:
+        """For sources of moves, the last block that leaves them."""
+        return {move.source: block for block, move in enumerate(self.moves)}
+
+    @cached_property
+    def becomes(self) -> dict[int, int]:
+        """For blocks whose gradient another one is added to before it leaves, row by row, the (last) one: where a rank
+        has nothing else to add, what arrives is the sum."""
+        return {
+            move.source: block
+            for block, move in enumerate(self.gradient_moves)
+            if move.source != HOME
+            and move.pattern == self.moves[move.source].pattern == "pair"
+            and len(move.rows.ranges) == 1
+            and move.rows.length == self.moves[move.source].rows.length
+        }
 
     @cached_property
     def forward(self) -> tuple[Event, ...]:

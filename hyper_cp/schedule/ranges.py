@@ -175,8 +175,8 @@ class Rows:
         """``x`` restricted to these positions of ``dim``, in their order. What an index takes has ``dim`` outermost in
         memory, as tensors on the wire have it: whole rows are then copied, at half of the time."""
         if len(self.ranges) <= 1:
-            start, stop = self.ranges[0] if self.ranges else (0, 0)
-            return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
+            whole = self.length == x.shape[dim]
+            return x if whole else x.narrow(dim, self.ranges[0][0] if self.ranges else 0, self.length)
         if not self.many:
             return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
         return x.movedim(dim, 0).index_select(0, self.index(x.device)).movedim(0, dim)

@@ -152,7 +152,7 @@ def test_silent_transfers_bring_numbers() -> None:
             axis.all_to_all(sent.view(2, 2, 3)),
             axis.all_to_all_rows(sent, [2, 2], [3, 1]),
             axis.reduce_scatter(sent),
-            axis.send_recv([(sent, 1)], [(into, 1)]),
+            axis.send_recv([comm.Message(sent, 1)], [comm.Message(into, 1)]),
         ):
             found = pending.wait()
             assert all(x.isfinite().all() and x.std() > 0 for x in (found if isinstance(found, list) else [found]))

@@ -436,6 +436,55 @@ def _qwen21(draw: Draw) -> Made:
 
 
 _CHROMA = {"approximator_num_channels": 8, "approximator_hidden_dim": 12, "approximator_layers": 1}
+
+
+def _latte(draw: Draw) -> Made:
+    """5 frames of 15 places: blocks attend to the places of a frame, and to the frames of a place."""
+    config = {**_HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "cross_attention_dim": 32}
+    config |= {"sample_size": 10, "patch_size": 2, "norm_type": "ada_norm_single", "num_embeds_ada_norm": 1000}
+    config |= {"caption_channels": 10, "video_length": 5, "norm_elementwise_affine": False}
+    config["activation_fn"] = "gelu-approximate"
+    inputs = {"hidden_states": draw(2, 4, 5, 6, 10), "encoder_hidden_states": draw(2, TEXT, 10)}
+    return config, {**inputs, "timestep": torch.tensor([3, 8])}
+
+
+def _kandinsky6(draw: Draw) -> Made:
+    """45 tokens of a video, 7 of audio, and a prompt, which both attend to."""
+    config = {"in_visual_dim": 3, "out_visual_dim": 3, "in_text_dim": 10, "in_text_dim2": 6, "time_dim": 12}
+    config |= {"model_dim": 32, "ff_dim": 24, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (4, 2, 2)}
+    config |= {"in_audio_dim": 5, "out_audio_dim": 5, "model_dim_a": 16, "ff_dim_a": 20, "time_dim_a": 10}
+    config |= dict.fromkeys(("ca_rope", "cross_gates", "fix_modulation", "text_token_padding"), True)
+    inputs = {"hidden_states": draw(2, 3, 6, 10, 7), "encoder_hidden_states": draw(2, TEXT, 10), **_times()}
+    inputs |= {"pooled_projections": draw(2, 6), "audio_hidden_states": draw(2, 7, 5)}
+    return config, {**inputs, "encoder_attention_mask": _MASK.bool()}
+
+
+def _cosmos3(draw: Draw) -> Made:
+    """9 tokens of text, 23 of a video, whose first frame is given, and of sound and of an action."""
+    config = {"head_dim": 8, "hidden_size": 32, "intermediate_size": 24, "latent_channel": 4, "latent_patch_size": 2}
+    config |= {"num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "patch_latent_dim": 16}
+    config |= {"vocab_size": 61, "rope_axes_dim": (2, 1, 1), "sound_gen": True, "sound_dim": 5, "rope_theta": 1e4}
+    config |= {"action_gen": True, "action_dim": 6, "num_embodiment_domains": 3}
+    text, video, sound, action = 9, 3 * 2 * 2, 7, 4
+    ends = [text, text + video, text + video + sound, text + video + sound + action]
+    moving = torch.arange(text + 4, ends[1])
+    inputs = {
+        **{"input_ids": torch.arange(3, 3 + text), "text_indexes": torch.arange(text), "und_len": text},
+        **{"sequence_length": ends[3], "vision_tokens": [draw(1, 4, 3, 4, 4)], "vision_token_shapes": [(3, 2, 2)]},
+        **{"vision_sequence_indexes": torch.arange(text, ends[1]), "vision_mse_loss_indexes": moving},
+        **{"vision_timesteps": draw(8).abs(), "vision_noisy_frame_indexes": [torch.tensor([1, 2])]},
+        **{"sound_tokens": [draw(5, 7)], "sound_token_shapes": [(7, 1, 1)], "sound_timesteps": draw(7).abs()},
+        **{"sound_noisy_frame_indexes": [torch.arange(7)], "action_tokens": [draw(4, 6)]},
+        **{"action_token_shapes": [(4, 1, 1)], "action_timesteps": draw(4).abs()},
+        **{"action_noisy_frame_indexes": [torch.arange(4)], "action_domain_ids": [torch.tensor(1)]},
+        "position_ids": torch.arange(ends[3]).expand(3, -1) * torch.tensor([[1], [2], [3]]) % 17,
+    }
+    for name, start, end in (("sound", ends[1], ends[2]), ("action", ends[2], ends[3])):
+        at = torch.arange(start, end)
+        inputs |= {f"{name}_sequence_indexes": at, f"{name}_mse_loss_indexes": at}
+    return config, inputs
+
+
 MADE = {
     "FluxTransformer2DModel": lambda draw: _with(
         _flux(draw, pooled_projection_dim=6, axes_dims_rope=(2, 2, 4)), pooled_projections=draw(2, 6)
@@ -497,6 +546,9 @@ MADE = {
     "BriaFibo2Transformer2DModel": _fibo2,
     "QwenImage21Transformer2DModel": _qwen21,
     "SanaWMLTX2RefinerTransformer3DModel": _refiner,
+    "Cosmos3OmniTransformer": _cosmos3,
+    "LatteTransformer3DModel": _latte,
+    "Kandinsky6Transformer3DModel": _kandinsky6,
 }
 
 
@@ -515,22 +567,18 @@ def tiny_transformer(name: str, changes: dict[str, Any] | None = None) -> tuple[
     return model, inputs
 
 
-_STREAMS = "two streams of tokens (video and audio, or a reference), which its blocks join"
 _LINEAR = "linear attention: sums over all tokens beside the attention calls"
 NOT_SUPPORTED = {
-    "AnyFlowFARTransformer3DModel": "flex_attention with a mask of blocks of the whole sequence; not tried",
-    "Cosmos3OmniTransformer": "two sequences, of which one is causal and the other attends to both; not tried",
+    "AnyFlowFARTransformer3DModel": "attention pads to a multiple of 128, for a mask of blocks of the whole sequence",
     "Kandinsky6SRTransformer3DModel": "attention selects blocks of keys by averages over the whole sequence",
-    "Kandinsky6Transformer3DModel": _STREAMS,
-    "LatteTransformer3DModel": "its blocks attend to frames and to places in turn, not to the whole sequence",
     "NucleusMoEImageTransformer2DModel": "each expert chooses its tokens among those of the whole sequence",
     "PriorTransformer": "a single embedding of an image behind a prompt: too short to split",
     "RFD4ProteinaTransformer": "features of all pairs of tokens beside the attention calls",
     "SanaTransformer2DModel": _LINEAR,
     "SanaVideoTransformer3DModel": _LINEAR,
     "SanaWMTransformer3DModel": _LINEAR,
-    "TransformerTemporalModel": "attention of each place over frames",
-    "WanAnimate2Transformer3DModel": "attention over a cache of reference tokens; not tried",
+    "TransformerTemporalModel": "a layer of a UNet, whose blocks may count the frames of their share by themselves",
+    "WanAnimate2Transformer3DModel": "attention counts whole frames, and packs them with a cache of a reference",
 }
 """Reasons why types are not supported."""
 NOTES = {

@@ -75,7 +75,7 @@ def owner(model: Any) -> Any:
     """The innermost module that encodes images, videos or audio."""
     names = "get_image_features", "get_video_features", "get_audio_features"
     found = [m for m in model.modules() if any(hasattr(m, name) for name in names)]
-    return found[-1] if found else model.model  # Mllama
+    return found[-1] if found else getattr(model, "model", model)  # its layers attend to images
 
 
 def clips(model: Any, seed: int = 11) -> dict[str, Any]:
@@ -85,6 +85,11 @@ def clips(model: Any, seed: int = 11) -> dict[str, Any]:
     names = inspect.signature(getattr(type(inner), "get_audio_features", inner.forward)).parameters
     generator = torch.Generator().manual_seed(seed)
     kind = config.model_type
+    if kind == "phi4_multimodal":
+        features, mask = torch.randn(2, FRAMES, MEL, generator=generator, dtype=torch.float64), torch.ones(2, FRAMES)
+        mask[1, 24:] = 0
+        made = {"audio_input_features": features, "audio_embed_sizes": torch.tensor([5, 3])}
+        return {**made, "audio_attention_mask": mask.bool()}
     if "input_values" in names:  # a waveform
         length = WAVE if kind == "omniasr" else FRAMES
         values, mask = torch.randn(2, length, generator=generator, dtype=torch.float64), torch.ones(2, length)
@@ -116,6 +121,8 @@ def one_clip(entries: dict[str, Any], i: int) -> dict[str, Any]:
 def rows_of_clips(model: Any, entries: dict[str, Any]) -> list[int]:
     """The numbers of rows that the model makes of each clip."""
     inner, found = owner(model), []
+    if "audio_embed_sizes" in entries:
+        return list(entries["audio_embed_sizes"].tolist())
     if model.config.model_type == "qwen2_audio":
         lengths = inner.audio_tower._get_feat_extract_output_lengths(entries["feature_attention_mask"].sum(1))
         return list(lengths[1].tolist())

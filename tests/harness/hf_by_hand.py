@@ -58,6 +58,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "encoder_config": {**TEXT, "hidden_size": 16, "num_key_value_heads": 2, "num_attention_heads": 2},
         },
     },
+    "blip": {"text_config": {"encoder_hidden_size": 16, "hidden_act": "gelu"}},
+    "idefics": {
+        **{**TEXT, "freeze_text_layers": False, "freeze_vision_layers": False, "use_resampler": True},
+        "perceiver_config": {
+            **{"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8},
+        },
+    },
     "janus": {
         "vision_config": {"projection_dim": 32, "mlp_ratio": 2.0, "num_image_tokens": 16},
         "vq_config": {
@@ -139,7 +146,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 64, "torch_dtype": "float64"},
     },
-    "phi4_multimodal": {**TEXT, **HYBRID["phi4_multimodal"]},
+    "phi4_multimodal": {
+        **TEXT,
+        "vision_config": {**HYBRID["phi4_multimodal"]["vision_config"], "image_token_id": 58},
+        "audio_config": {**HYBRID["phi4_multimodal"]["audio_config"], "audio_token_id": 57},
+    },
     "inkling_mm_model": {"vision_config": {"patch_size": 4}},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": VOICE,
@@ -237,14 +248,29 @@ def _tiles(config: Any, generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
+_WINDOWS = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]])
+"""Windows of two by two of the sixteen patches of a crop."""
+
+
 def _pooled(config: Any, generator: torch.Generator) -> dict[str, Any]:
-    """Two images of one crop each; four tokens, which pool four patches of a crop, and one, of all images."""
-    pooling = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15], [0, 5, 10, 15]])
+    """An image of three crops and one of one. Tokens pool windows of the first crop, and windows of the others, the
+    last of which lack patches."""
+    high = torch.cat([_WINDOWS + 16, _WINDOWS + 32])
+    high[-1, 2:] = -1
     return {
-        "pixel_values": _normal(generator, 2, 16, 48),
-        "image_token_pooling": torch.cat([pooling, pooling + 16]),
-        "image_grids": torch.tensor([[1, 1, 2, 2], [1, 1, 2, 2]]),
-        "image_num_crops": torch.tensor([1, 1]),
+        "pixel_values": _normal(generator, 4, 16, 48),
+        "image_token_pooling": torch.cat([_WINDOWS, high, _WINDOWS + 48]),
+        "image_grids": torch.tensor([[2, 2, 2, 4], [2, 2, 0, 0]]),
+        "image_num_crops": torch.tensor([3, 1]),
+    }
+
+
+def _pooled_videos(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """A video of three frames and one of one."""
+    return {
+        "pixel_values_videos": _normal(generator, 4, 16, 48),
+        "video_token_pooling": torch.cat([_WINDOWS + 16 * i for i in range(4)]),
+        "video_grids": torch.tensor([[3, 2, 2], [1, 2, 2]]),
     }
 
 
@@ -261,6 +287,17 @@ def _flat(config: Any, generator: torch.Generator) -> dict[str, Any]:
     at = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(4), indexing="ij"), -1).flatten(0, 1) + 1.0
     patches = _normal(generator, 2, 8, config.vision_config.patch_embed_hidden_size)
     return {"flattened_patches": torch.cat([at.double().expand(2, -1, -1), patches], -1)}
+
+
+def _crops(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """An image of one crop, padded to two, and one of two crops, of whose second one half is padding; the first crop of
+    both is the whole image."""
+    mask = torch.ones(2, 3, 4, 4)
+    mask[1, 2, :, 2:] = 0
+    pixels = _normal(generator, 2, 3, 3, 16, 16)
+    pixels[0, 2] = 0.0
+    sizes = torch.tensor([[16, 16], [16, 32]])
+    return {"image_pixel_values": pixels, "image_sizes": sizes, "image_attention_mask": mask}
 
 
 ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
@@ -280,5 +317,11 @@ ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "molmo2": _pooled,
     "nemotron_h_omni": _grid_of_two,
     "perception_lm": _square(1, 3, 16, 16),
+    "phi4_multimodal": _crops,
 }
 """Functions that make the entries of two images for the configuration of a type."""
+ROWS = {"phi4_multimodal": [2 * 3 + 1 + 2 * 3, 2 * 4 + 1 + 2 * 3]}
+"""The rows of each of two images, for types without a method that encodes them: lines of an image end with a row, and
+one stands before the whole image."""
+VIDEOS: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {"molmo2": _pooled_videos}
+"""The same for videos."""

@@ -108,7 +108,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"num_hidden_layers": 4},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
-    "llama4_text": {"attention_chunk_size": 5, "attn_temperature_tuning": False},
+    "llama4_text": {"attention_chunk_size": 5, "no_rope_layers": [1, 0], "floor_scale": 3},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mistral4": {"head_dim": 16},  # of which it rotates one half
     "dots1": {"n_shared_experts": 1},
@@ -250,7 +250,7 @@ def changed_behaviour(kind: str) -> str:
 
     default, config = hf.CONFIG_MAPPING[kind](), tiny_config(kind)
     layers = [f"`{x}`" for x in layer_types(kind) if x in _MIXING]
-    names = [name for name in ("is_decoder", "attn_temperature_tuning") if _has(default, name)]
+    names = [name for name in ("is_decoder",) if _has(default, name)]
     found = [f"`{name}={getattr(config, name)}`" for name in names if getattr(config, name) != getattr(default, name)]
     options = [f"with {' and '.join(found)}"] if found else []
     return "; ".join([", ".join(layers) if layers != ["`full_attention`"] else "", *options]).removeprefix("; ")

@@ -84,8 +84,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": {
             **_each("intermediate_size_mlp", 24),
-            **_each("attention_chunk_size", 512),
-            **_each("attn_temperature_tuning", False),
+            **{"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 3},
+            "layer_types": ["chunked_attention", "full_attention"],
         },
         "vision_config": {
             **_each("vision_output_dim projector_input_dim projector_output_dim", 16),
@@ -287,6 +287,8 @@ def item_of(entries: dict[str, Any], i: int) -> dict[str, Any]:
 
 def rows_of(model: Any, entries: dict[str, Any], name: str = "") -> list[int]:
     """The numbers of rows that the model makes of each image, or by the method of this name."""
+    if made := hf_by_hand.ROWS.get(model.config.model_type):
+        return made
     name = name or next(x for x in ("get_image_features", "get_video_features") if hasattr(owner(model), x))
     with torch.no_grad():
         output = getattr(owner(model), name)(**entries, return_dict=True)
@@ -300,29 +302,52 @@ def rows_of(model: Any, entries: dict[str, Any], name: str = "") -> list[int]:
     return [x.shape[:-1].numel() for x in found]
 
 
-def keys_batch(model: Any, length: int = 40) -> dict[str, Any]:
-    """Two rows of tokens for a model whose layers attend to images (Mllama). The first one has two images, with one and
-    two tiles, which tokens see from their places on; the second one has an image, without content behind it."""
-    generator, config = torch.Generator().manual_seed(length), model.config.vision_config
-    ids = torch.randint(3, VOCABULARY - 5, (2, length), generator=generator)
+def tiled_images(config: Any, seen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """Images of one and two tiles, of which tokens see the tiles with content (Mllama)."""
     shape = (2, 2, config.max_num_tiles, 3, config.image_size, config.image_size)
     pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
     pixels[1, 1] = pixels[0, 0, 1] = pixels[1, 0, 1] = 0.0
     tiles = torch.tensor([[[1, 0], [1, 1]], [[1, 0], [1, 0]]])
-    seen = torch.zeros(2, length, 2, 2, dtype=torch.int64)
-    for row, image, start in ((0, 0, 3), (0, 1, 21), (1, 0, 9)):
-        ids[row, start] = IMAGE
-        seen[row, start:, image] = tiles[row, image]
-    mask = torch.ones_like(ids)
-    mask[1, -5:] = seen[1, -5:] = 0
     ratios = torch.tensor([[1, 2], [1, 0]])
     entries = {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": tiles}
-    return {"input_ids": ids, "attention_mask": mask, "cross_attention_mask": seen, **entries}
+    return {"cross_attention_mask": seen[..., None] * tiles[:, None], **entries}
+
+
+def plain_images(config: Any, seen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """Images of one size (Idefics)."""
+    pixels = torch.randn(2, 2, 3, config.image_size, config.image_size, generator=generator, dtype=torch.float64)
+    pixels[1, 1] = 0.0
+    return {"image_attention_mask": seen, "pixel_values": pixels}
+
+
+def one_image_a_row(config: Any, seen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """An image, which all tokens of its row see (BLIP)."""
+    shape = (2, 3, config.image_size, config.image_size)
+    return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64)}
+
+
+KEYS = {"blip": one_image_a_row, "idefics": plain_images, "mllama": tiled_images}
+"""Functions that make the entries of images for models whose layers attend to them."""
+
+
+def keys_batch(model: Any, length: int = 40) -> dict[str, Any]:
+    """Two rows of tokens for a model whose layers attend to images. The first one has two images, which tokens see from
+    their places on; the second one has an image, without content behind it."""
+    generator, config = torch.Generator().manual_seed(length), model.config
+    ids = torch.randint(3, VOCABULARY - 5, (2, length), generator=generator)
+    seen = torch.zeros(2, length, 2, dtype=torch.int64)
+    for row, image, start in ((0, 0, 3), (0, 1, 21), (1, 0, 9)):
+        ids[row, start] = IMAGE
+        seen[row, start:, image] = 1
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = seen[1, -5:] = 0
+    made = KEYS[config.model_type](config.vision_config, seen, generator)
+    return {"input_ids": ids, "attention_mask": mask, **made}
 
 
 def batch_of(model: Any, length: int = 40) -> dict[str, Any]:
     """Two rows of tokens: one with two images, and one without any, with padding at its end."""
-    if model.config.model_type == "mllama":
+    if model.config.model_type in KEYS:
         return keys_batch(model, length)
     entries = images(model)
     generator = torch.Generator().manual_seed(length)
@@ -369,14 +394,16 @@ def labels_of(batch: dict[str, Any]) -> Tensor:
 def video_batch(model: Any, apart: bool) -> dict[str, Any]:
     """A row with a video of three frames, whose tokens stand together or ``apart``, with text between frames; and a row
     without. (LLaVA: two videos of three frames.)"""
-    if "video_grid_thw" in inspect.signature(type(owner(model)).get_video_features).parameters:
+    if made := hf_by_hand.VIDEOS.get(owner(model).config.model_type):
+        entries = made(owner(model).config, torch.Generator().manual_seed(5))
+    elif "video_grid_thw" in inspect.signature(type(owner(model)).get_video_features).parameters:
         entries = images(model, [(3, 4, 4)], seed=5, video=True)
     else:
         generator, side = torch.Generator().manual_seed(5), owner(model).config.vision_config.image_size
         pixels = torch.randn(2, 3, 3, side, side, generator=generator, dtype=torch.float64)
         entries = {"pixel_values_videos": pixels}
     total, frames = sum(rows_of(model, entries, "get_video_features")), 3 if apart else 1
-    token = IMAGE if "glm" in type(model).__name__.lower() else VIDEO
+    token = IMAGE if type(model).__name__.lower().startswith(("glm", "molmo")) else VIDEO
     ids = torch.randint(3, 50, (2, total + 20), generator=torch.Generator().manual_seed(0))
     types, at = torch.zeros_like(ids), 2
     for _ in range(frames):

@@ -102,7 +102,7 @@ class OnStream(SilentAxis):
 
     def _arrived(self, sent: Any, *received: Tensor) -> Pending:
         super()._arrived(sent, *received)
-        outgoing = [sent] if isinstance(sent, Tensor) else [x for x, _ in sent]
+        outgoing = [sent] if isinstance(sent, Tensor) else [message.tensor for message in sent]
         kernel = self.device.transfer(*(sum(x.nbytes for x in tensors) for tensors in (outgoing, received)), self.stays)
         return Pending([_Work(self.device, kernel)], received[0], sent)
 

@@ -42,12 +42,18 @@ def prepare(model: nn.Module, mode: str, gradients: str = "sum") -> None:
     prepare_transformer(model, cp_mesh(), style=ContextParallel(**MODES[mode]), gradients=gradients)
 
 
+def flat(output: Any) -> Tensor:
+    """A tensor of all that a model returns: a tuple of one, images in a list, or lists of several kinds."""
+    if isinstance(output, Tensor):
+        return output
+    parts = [flat(x) for x in output if x is not None]
+    return parts[0] if len(parts) == 1 else torch.cat([x.flatten() for x in parts])
+
+
 def step(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The output, and all gradients as one vector."""
     with InDouble():
-        output = model(**inputs, return_dict=False)
-        while not isinstance(output, Tensor):  # a tuple of one, or a list of images
-            output = output[0] if len(output) == 1 else torch.cat([x.flatten() for x in output])
+        output = flat(model(**inputs, return_dict=False))
         output.square().mean().backward()
     return output.detach(), torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
@@ -161,6 +167,12 @@ def variants() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
         "no attention in a block": (ltx, {}, {"spatio_temporal_guidance_blocks": [1]}),
         "no attention for a row": (ltx, {"cross_attn_mod": False}, perturbed),
         "audio and video by themselves": (ltx, {}, {"isolate_modalities": True}),
+        "video without audio": ("Kandinsky6Transformer3DModel", {}, {"audio_hidden_states": None}),
+        "audio and video without gates": (
+            "Kandinsky6Transformer3DModel",
+            {"ca_rope": False, "cross_gates": False, "fix_modulation": False, "time_dim_a": 12},
+            {"encoder_attention_mask": None},
+        ),
         "a mask of the prompt": ("GlmImageTransformer2DModel", {}, {"attention_mask": hidden(6)}),
     }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hyper_cp import ContextParallel
 from tests.harness.hf_audio import audio_batch, clips, owner, with_audio
 from tests.harness.hf_causal import NotTiny
 from tests.harness.hf_images import (
+    KEYS,
     batch_of,
     class_name,
     image_types,
@@ -32,6 +34,7 @@ from tests.harness.hf_models import InDouble
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of
 from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device, prepared, step
+from tests.integrations.test_source_images import translated
 
 pytest.importorskip("transformers")
 
@@ -52,8 +55,10 @@ with two clips of audio of different lengths, beside the images where types take
 - "refused" means an error of this library before any wrong result; the reason is its first sentence.
 - "not tried" means that the type does not run by itself here, with the reason.
 - "text" was tried alone where the class takes neither images nor audio (`kyutai_speech_to_text` has codes of audio
-  beside each token). In the batch of `mllama` both rows have images, with masks of the tiles that each token sees.
+  beside each token). In the batches of `mllama`, `idefics` and `blip`, whose layers attend to images,
+  both rows have some; `mllama` and `idefics` with masks of what each token sees.
 - `fast_vlm` and `perception_lm` have a SigLIP tower here in place of their own, which the package timm makes.
+- `florence2` is an encoder-decoder: it takes the whole batch, with labels, and every rank encodes all images.
 - `deepseek_ocr2` has whole images only: its crops are refused.
 """
 
@@ -78,14 +83,17 @@ def verdict(kind: str) -> tuple[str, str, str]:
     names = "get_image_features", "get_video_features", "get_audio_features"
     methods = [x for x in names for m in model.modules() if hasattr(m, x)]
     takes = any(MEDIA.match(x) for x in inspect.signature(model.forward).parameters)
-    what = "text" if not takes else "images" if takes_images(kind) else "audio"
+    what = "text" if not takes else "images" if takes_images(kind) or kind == "phi4_multimodal" else "audio"
     try:
-        if not methods and takes and kind not in ("mllama", "qwen2_audio"):
+        if not methods and takes and kind not in (*KEYS, "phi4_multimodal", "qwen2_audio"):
             made = prepare_model(model, mesh, style=ContextParallel(**RING))
             name = next(x for x in inspect.signature(model.forward).parameters if MEDIA.match(x))
             made(**{name: torch.zeros(1, 3, 16, 16)}, input_ids=torch.ones(1, 4, dtype=torch.int64))
         if methods[:1] == ["get_audio_features"] or kind == "qwen2_audio":
             return heard(model)
+        if model.config.is_encoder_decoder:
+            error = translated(model)
+            return ("exact", "", "images") if error <= 1e-9 else ("WRONG", f"an error of {error:.1e}", "")
         with InDouble():
             batch = batch_of(model) if takes else text_batch(model)
     except Exception as error:
@@ -201,6 +209,12 @@ def row(kind: str, outcome: str, why: str, tried: str) -> str:
     return f"| `{kind}` | {class_name(kind)} | {outcome} | {tried or why} |"
 
 
+def written() -> dict[str, tuple[str, str, str]]:
+    """The outcomes that the page has."""
+    rows = re.findall(r"^\| `(.+?)` \| \w+ \| (.+?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return {kind: (outcome, "", why) for kind, outcome, why in rows}
+
+
 def outcomes(ranks: Any, kinds: list[str]) -> dict[str, tuple[str, str, str]]:
     """The worse outcome of both ranks for each type."""
     both = ranks(2, verdicts, kinds, timeout=900)
@@ -211,7 +225,8 @@ def outcomes(ranks: Any, kinds: list[str]) -> dict[str, tuple[str, str, str]]:
 
 
 def test_image_models_are_exact_or_refused(ranks: Any) -> None:
-    """Some types. ``python -m tests.integrations.test_every_image_model`` tries all, and writes the page."""
+    """Some types. ``python -m tests.integrations.test_every_image_model`` tries all
+    (or those of its arguments), and writes the page."""
     import transformers
 
     found, written = outcomes(ranks, SAMPLE), PAGE.read_text()
@@ -227,6 +242,8 @@ if __name__ == "__main__":
     from tests.integrations import test_every_image_model as this
 
     pool = Ranks()
-    every = {kind: this.outcomes(pool, [kind])[kind] for kind in image_types()}
+    kinds = sys.argv[1:] or image_types()
+    every = {kind: this.outcomes(pool, [kind])[kind] for kind in kinds}
+    every = {kind: every.get(kind) or written()[kind] for kind in image_types()}
     PAGE.write_text(page(every, transformers.__version__))
     pool.close()

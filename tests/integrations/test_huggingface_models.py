@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from typing import Any
@@ -41,8 +42,9 @@ def model_of(kind: str, **changes: Any) -> Any:
     return model
 
 
-def errors(model: Any, batch: dict[str, Any], **forward: Any) -> float:
-    """The largest error of the loss, and of a gradient relative to the largest of its parameter, in two modes."""
+def errors(model: Any, batch: dict[str, Any], compiled: bool = False, **forward: Any) -> float:
+    """The largest error of the loss, and of a gradient relative to the largest of its parameter, in two modes. With
+    ``compiled`` attention of the first layer is a graph without breaks."""
     from hyper_cp.integrations.transformers import prepare_batch
 
     oracle, worst = copy.deepcopy(model), 0.0
@@ -51,6 +53,8 @@ def errors(model: Any, batch: dict[str, Any], **forward: Any) -> float:
         want.backward()
     for mode in STYLES:
         made, handler = prepared(model, **mode)
+        if compiled:
+            made.model.layers[0].self_attn.compile(backend="eager", fullgraph=True)
         with InDouble():
             loss = made(**prepare_batch(handler, batch), **forward).loss
             loss.backward()  # inside too, where activation checkpointing recomputes
@@ -81,7 +85,7 @@ def windows() -> dict[str, float]:
         "phimoe": {**MOE, "sliding_window": 5, "rope_parameters": None},
         "nemotron": {},
         "stablelm": {},
-        "llama4_text": {**LLAMA4, "no_rope_layers": [0, 1], "attn_temperature_tuning": False},
+        "llama4_text": {**LLAMA4, "no_rope_layers": [0, 1], "floor_scale": 3},
     }.items():
         model = model_of(kind, **changes)
         found[kind] = errors(model, batch_of(22, padded=kind != "nemotron"))
@@ -105,6 +109,25 @@ def positions() -> list[float]:
         hidden = {**batch, "input_ids": batch["input_ids"].masked_fill(shown == 0, SMALL["pad_token_id"])}
         found.append(errors(model, hidden))  # made of the whole batch
     return found
+
+
+@on_ranks
+def counted() -> list[float]:
+    """The errors of Llama 4, whose first layer scales queries by positions that it counts: with padding, with packed
+    documents, recomputed, and compiled."""
+    model = model_of("llama4_text", **LLAMA4, no_rope_layers=[0, 1], floor_scale=3)
+    batch, found = batch_of(22), []
+    at = torch.cat([torch.arange(9), torch.arange(13)])[None].expand(2, -1)
+    for more in ({"position_ids": at}, batch_of(22, padded=True), {"labels": tokens(22).flip(0)}):
+        found.append(errors(model, {**batch, **more}))
+    again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), InDouble())}
+    model.train().gradient_checkpointing_enable(again)
+    return [*found, errors(model, batch), errors(model.eval(), batch, compiled=True)]
+
+
+def test_layers_that_count_positions_count_those_of_the_whole_sequence(ranks: Any) -> None:
+    for found in ranks(2, counted):
+        assert max(found) <= 1e-10, found
 
 
 @on_ranks
@@ -295,12 +318,23 @@ def test_heads_that_treat_tokens_one_by_one(ranks: Any) -> None:
         assert max(found) <= 1e-10
 
 
+def biased(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
+    """Attention with a bias of scores that its module has made, as it would make a learned one."""
+    q, k = query.flatten(0, 1), key.flatten(0, 1)
+    return torch.baddbmm(torch.ones(len(q), q.shape[1], k.shape[1], dtype=q.dtype), q, k.transpose(1, 2))
+
+
 class OwnLoss(hf.LlamaForCausalLM):
     """A model that shifts its labels by itself, as many of older versions and of other authors do."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Tensor:
         logits = super().forward(input_ids).logits[:, :-1]
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Counts(torch.nn.Module):
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return hidden_states * torch.arange(hidden_states.shape[1])[:, None], None
 
 
 def wrong_use(case: str) -> None:
@@ -319,10 +353,14 @@ def wrong_use(case: str) -> None:
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
     elif case == "own positions of layers":
-        prepared(model_of("llama4_text", **LLAMA4, no_rope_layers=[0, 1]))
+        model = model_of("llama4_text", **LLAMA4, no_rope_layers=[0, 1])
+        model.model.layers[0].self_attn = Counts()
+        prepared(model)
+    elif case == "labels of Llama 4":
+        prepared(model_of("llama4_text", **LLAMA4))[0](**local, labels=labels)
     elif case == "chunks and layout":
         style = {"ulysses_degree": 1, "layout": "per_document"}
-        model, handler = prepared(model_of("llama4_text", **LLAMA4, attn_temperature_tuning=False), **style)
+        model, handler = prepared(model_of("llama4_text", **LLAMA4), **style)
         model(**prepare_batch(handler, {**batch_of(), "documents": [0, 9, 24]}))
     elif case == "pooler":
         prepared(hf.BertModel(hf.BertConfig(**SMALL)))
@@ -352,7 +390,9 @@ def wrong_use(case: str) -> None:
     elif case == "no interface":
         prepared(tiny_causal("xlm"))
     elif case == "written out":
-        prepared(tiny_causal("gpt_neox_japanese"))[0](**local)
+        model, _ = prepared(tiny_causal("gpt_neox_japanese"))
+        model.get_decoder().layers[0].attention._attn = biased
+        model(**local)
     elif case == "router loss":
         model = model_of("doge", is_moe=True, num_experts=16)
         prepared(model)[0](**local, output_router_logits=True)
@@ -389,7 +429,8 @@ REFUSED = [
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
     ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
-    ("own positions of layers", "NotImplementedError", "Llama4TextAttention, which counts positions by itself"),
+    ("own positions of layers", "NotImplementedError", "Llama4TextModel has Counts, which counts positions by itself"),
+    ("labels of Llama 4", "ValueError", "Llama4ForCausalLM got labels without shift_labels"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),
     ("pooler", "NotImplementedError", "BertModel has a pooler, which pools over the sequence.*add_pooling_layer"),
     (

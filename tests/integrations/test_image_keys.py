@@ -1,7 +1,9 @@
-"""Mllama, whose layers attend to images: each image is encoded once, and every gradient is that of one device."""
+"""Mllama, Idefics and BLIP, whose layers attend to images: each image is encoded once, and every gradient is that of
+one device."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,38 +19,70 @@ from tests.integrations.test_images import RING, ULYSSES, errors, on_one_device,
 pytest.importorskip("transformers")
 
 
+NO_RESAMPLER = "idefics, no resampler"
+
+
+def made_of(kind: str) -> Any:
+    """A tiny model of a type; of Idefics also without a resampler, with norms of queries and keys."""
+    if kind != NO_RESAMPLER:
+        return tiny(kind)
+    model = tiny("idefics")
+    config = copy.deepcopy(model.config)
+    config.use_resampler, config.qk_layer_norms = False, True
+    torch.manual_seed(7)
+    model = type(model)(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    return model
+
+
 def one_image(batch: dict[str, Any]) -> dict[str, Any]:
     """The second row of a batch alone, without the place of a second image."""
-    batch = {name: x[1:] for name, x in batch.items()}
-    for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
-        batch[name] = batch[name][:, :1]
-    return {**batch, "cross_attention_mask": batch["cross_attention_mask"][:, :, :1]}
+    batch, masks = {name: x[1:] for name, x in batch.items()}, ("image_attention_mask", "cross_attention_mask")
+    several = [name for name in batch if name.startswith(("pixel", "aspect"))] if {*masks} & {*batch} else []
+    batch |= {name: batch[name][:, :1] for name in several}
+    return batch | {name: batch[name][:, :, :1] for name in masks if name in batch}
 
 
 @on_ranks
-def compared(way: str) -> tuple[float, list[int]]:
+def compared(kind: str, way: str) -> tuple[float, list[int]]:
     """The error, and the images that this rank's encoder was given."""
-    model, seen = tiny("mllama"), []
+    model, seen = made_of(kind), []
     batch = batch_of(model)
     if way == "one image":
         batch = one_image(batch)
     error = errors(model, batch, [RING, ULYSSES])
     made, handler = prepared(model, **RING)
-    made.model.vision_model.patch_embedding.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    encoder = made.vision_model if kind == "blip" else made.model.vision_model
+    encoder.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(len([*args, *kwargs.values()][0])), with_kwargs=True
+    )
     step(made, handler, batch, labels_of(batch))
     return error, seen
 
 
-@pytest.mark.parametrize(("way", "images"), [("two each", 2), ("one image", 1)])
-def test_layers_attend_to_images_that_each_rank_encodes_a_run_of(ranks: Any, way: str, images: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "way", "images"),
+    [
+        ("mllama", "two each", 2),
+        ("mllama", "one image", 1),
+        ("idefics", "two each", 2),
+        ("idefics", "one image", 1),
+        (NO_RESAMPLER, "two each", 2),
+        ("blip", "one each", 1),
+        ("blip", "one image", 1),
+    ],
+)
+def test_layers_attend_to_images_that_each_rank_encodes_a_run_of(ranks: Any, kind: str, way: str, images: int) -> None:
     """The rank without an image runs the encoder on one of another rank, whose rows it does not use."""
-    for error, tiles in ranks(2, compared, way):
-        assert error <= 1e-9 and tiles == [2 * images]
+    for error, given in ranks(2, compared, kind, way):
+        assert error <= 1e-9 and given == [images]
 
 
 @on_ranks
-def sharded() -> float:
-    model = tiny("mllama")
+def sharded(kind: str) -> float:
+    model = made_of(kind)
     batch = batch_of(model)
     labels = labels_of(batch)
     alone, want = on_one_device(model, batch, labels)
@@ -58,8 +92,77 @@ def sharded() -> float:
     return max(relative_error(whole[seen], want[seen]), *worst(made, alone).values())
 
 
-def test_images_that_layers_attend_to_are_exact_under_fsdp2(ranks: Any) -> None:
-    assert max(ranks(2, sharded)) <= 1e-9
+@pytest.mark.parametrize("kind", ["mllama", "idefics", "blip"])
+def test_images_that_layers_attend_to_are_exact_under_fsdp2(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, sharded, kind)) <= 1e-9
+
+
+@on_ranks
+def losses(kind: str) -> tuple[float, float]:
+    """The loss of a batch with labels: the sum over the ranks, and that of one device."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model = made_of(kind)
+    batch = batch_of(model)
+    batch["labels"] = labels_of(batch)
+    with InDouble():
+        want = model(**batch, use_cache=False).loss
+    made, handler = prepared(model, **RING)
+    with InDouble():
+        loss = made(**prepare_batch(handler, batch)).loss.detach()
+    dist.all_reduce(loss)
+    return loss.item(), want.item()
+
+
+def test_the_loss_of_idefics_is_that_of_one_device(ranks: Any) -> None:
+    for loss, want in ranks(2, losses, "idefics"):
+        assert abs(loss - want) <= 1e-9 * want
+
+
+@on_ranks
+def labelled() -> float:
+    """BLIP, whose head is inside: its labels are refused, and ``mean_loss`` returns their loss."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model = made_of("blip")
+    batch = batch_of(model)
+    labels = labels_of(batch)
+    with InDouble():
+        want = model(**batch, labels=labels).loss
+    made, handler = prepared(model, **RING)
+    with pytest.raises(NotImplementedError, match="got labels, but its forward computes the loss"):
+        made(**prepare_batch(handler, {**batch, "labels": labels}))
+    share = handler.get_batch_on_this_cp_rank({"labels": labels}, shift_labels=True)["shift_labels"]
+    with InDouble():
+        logits = made(**prepare_batch(handler, batch)).logits
+    return relative_error(handler.mean_loss(logits, share).detach(), want)
+
+
+def test_labels_of_blip_are_refused_because_its_head_would_average_a_share(ranks: Any) -> None:
+    assert max(ranks(2, labelled)) <= 1e-9
+
+
+@on_ranks
+def unfit() -> None:
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model = made_of("blip")
+    batch = batch_of(model)
+    made, handler = prepared(model, **RING)
+    with pytest.raises(ValueError, match="for 2 rows of tokens"):
+        made(**prepare_batch(handler, {**batch, "pixel_values": batch["pixel_values"][:1]}))
+    with pytest.raises(NotImplementedError, match="got images as pixel_values, image_embeds"):
+        made(**prepare_batch(handler, {**batch, "image_embeds": batch["pixel_values"]}))
+    model = made_of("idefics")
+    batch = batch_of(model)
+    made, handler = prepared(model, **RING)
+    with pytest.raises(ValueError, match="images without image_attention_mask"):
+        made(**prepare_batch(handler, {name: x for name, x in batch.items() if name != "image_attention_mask"}))
+    dist.barrier()
+
+
+def test_images_of_blip_and_idefics_that_do_not_fit_are_refused(ranks: Any) -> None:
+    ranks(2, unfit)
 
 
 @on_ranks

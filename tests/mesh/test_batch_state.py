@@ -127,7 +127,7 @@ def test_lengths_of_shares_are_recorded_for_a_while() -> None:
 def attend(state: BatchState, **given: Any) -> None:
     """Record a call of 8 queries and keys with the documents ``A``; without more it is causal."""
     usual = {"band": (None, 0), "lengths": (8, 8), "mask_rows": None, "masked": False, "positional": False}
-    state.record_attention(4, A, **{**usual, **given})
+    state.record_attention(A, **{**usual, **given})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_labels_of_documents_that_no_call_had() -> None:
     state, labels = BatchState(), torch.zeros(1, 8)
     state.record_packed(labels)
     assert not state.ignores_documents(labels)
-    state.record_attention(4, None, band=(None, 0), lengths=(8, 8), mask_rows=None, masked=False, positional=False)
+    state.record_attention(None, band=(None, 0), lengths=(8, 8), mask_rows=None, masked=False, positional=False)
     assert state.ignores_documents(labels) and not state.ignores_documents(labels.clone())
     attend(state)
     assert not state.ignores_documents(labels)

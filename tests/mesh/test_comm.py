@@ -79,7 +79,7 @@ def transfers(axis: comm.Axis, shape: tuple[int, ...], dtype: torch.dtype) -> li
         ),
         (
             "send_recv",
-            lambda: axis.send_recv([(x, to) for x in sent], [(x, source) for x in received]),
+            lambda: axis.send_recv([comm.Message(x, to) for x in sent], [comm.Message(x, source) for x in received]),
             [message(source, mine, shape, dtype), message(source, mine, shape, dtype) + 1],
         ),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops import SAVE_LIST
 from hyper_cp.ops.recurrence.engine import RecurrenceSettings
 from hyper_cp.ops.recurrence.kernels import choose
+from hyper_cp.ops.settings import text
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 
@@ -167,12 +167,12 @@ def opcheck_all(world: int) -> None:
             with torch.no_grad():
                 given = Operands(documents=given.documents)
                 out, lse, kernel, _ = ops.attention(q, k, v, *settings.arguments(given, 0.25))
-                given.kernel, given.mark = kernel, ops.fingerprint(given.documents, cp.key)
+                given = given._replace(kernel=kernel, mark=ops.fingerprint(given.documents, cp.key))
                 local = torch.ones_like(out), q.detach(), k.detach(), v.detach(), out, lse
                 torch.library.opcheck(ops.attention_backward.default, (*local, *settings.arguments(given, 0.25)))
                 best = Operands(documents=given.documents)
                 key, weights = k.detach()[:, :1], torch.randn(2, 4, 8)
-                said = replace(settings, kernel="reference").arguments(best, 0.25)
+                said = settings._replace(kernel="reference").arguments(best, 0.25)
                 torch.library.opcheck(ops.select_keys.default, (q.detach(), key, weights, 5, "relu_sum", 1, 0, *said))
                 blocks = q.detach(), key, weights, 2, "per_head", 3, 1
                 torch.library.opcheck(ops.select_keys.default, (*blocks, *said))
@@ -181,8 +181,8 @@ def opcheck_all(world: int) -> None:
             index = [x.detach().requires_grad_() for x in (q, key, weights)]
             of_loss = *index, q.detach(), k.detach(), torch.zeros(2, 4, 8), "relu_sum", 0.25, "", *said
             torch.library.opcheck(ops.indexer_loss.default, of_loss)
-            kept, dloss, best.mark = torch.ones(2, 1, 8, 2), torch.ones(2, 8), given.mark
-            said = replace(settings, kernel="reference").arguments(best, 0.25)
+            kept, dloss, best = torch.ones(2, 1, 8, 2), torch.ones(2, 8), best._replace(mark=given.mark)
+            said = settings._replace(kernel="reference").arguments(best, 0.25)
             of_loss = dloss, kept, *(x.detach() for x in of_loss[:6]), *of_loss[6:9], *said
             torch.library.opcheck(ops.indexer_loss_backward.default, of_loss)
     x = torch.randn(2, 8, 3, requires_grad=True)
@@ -202,7 +202,7 @@ def opcheck_recurrences(mesh: str) -> None:
     q, k, v = (torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(3))
     decay = (-torch.rand(2, 8, 2, 1)).requires_grad_()
     kernel = choose(None, "recurrence", q, v, decay, None)
-    said = RecurrenceSettings("head_tail", kernel, False, mesh).text()
+    said = text(RecurrenceSettings("head_tail", kernel, False, mesh))
     torch.library.opcheck(ops.linear_recurrence.default, (q, k, v, decay, None, documents, said))
     mark, given = ops.fingerprint(documents, mesh), [t.detach() for t in (v, q, k, v, decay)]
     torch.library.opcheck(ops.linear_recurrence_backward.default, (*given, None, mark, documents, said))

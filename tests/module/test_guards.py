@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -498,6 +499,32 @@ def warnings_of_layouts(layout: str) -> list[int]:
 def test_layouts_that_differ_in_a_model_warn_once(ranks: Any) -> None:
     assert ranks(2, warnings_of_layouts, "contiguous") == [[1, 0]] * 2
     assert ranks(2, warnings_of_layouts, "head_tail") == [[0, 0]] * 2
+
+
+# --------------------------------------------------------------------------- two meshes in one model
+
+
+@on_ranks
+def warnings_of_meshes(names: tuple[str, str]) -> list[int]:
+    """Warnings of two forwards of a model whose two attentions run on these dimensions of a mesh."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = nn.ModuleList(Windows(0) for _ in range(2))
+    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
+    for i, name in enumerate(names):
+        parallelize_module(model, world[name], {str(i): ContextParallel(1, 2, 1, None)})
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(2, 8, 8))
+        found.append(sum("split over different ranks" in str(w.message) for w in caught))
+    return found
+
+
+def test_meshes_that_differ_in_a_model_warn_once(ranks: Any) -> None:
+    """The second one joins shares of two batches: errors of 1, without a word before."""
+    assert ranks(4, warnings_of_meshes, ("cp", "dp")) == [[1, 0]] * 4
+    assert ranks(4, warnings_of_meshes, ("cp", "cp")) == [[0, 0]] * 4
 
 
 # --------------------------------------------------------------------------- tokens that every rank adds or drops

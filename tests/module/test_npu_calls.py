@@ -154,4 +154,4 @@ def test_the_sink_of_the_npu_operator(ranks: Any, standin: Any) -> None:
 def test_what_the_npu_operator_can_and_we_cannot_is_refused_by_name(keywords: dict[str, Any], words: str) -> None:
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(NotImplementedError, match=words):
-        calls.ROUTED["npu.npu_fusion_attention"]("module M", q, q, q, 2, "BNSD", **keywords)
+        calls.ROUTED["npu.npu_fusion_attention"].read("module M", q, q, q, 2, "BNSD", **keywords)

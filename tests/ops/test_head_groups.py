@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -211,7 +210,7 @@ def opcheck(world: int) -> None:
     with torch.no_grad():
         given = Operands(sinks.detach(), documents)
         out, _, lse, kernel, *saved = ops.ulysses_attention(q, k, v, *settings.arguments(given, 0.25))
-        given = replace(given, kernel=kernel, mark=ops.fingerprint(documents, cp.key))
+        given = given._replace(kernel=kernel, mark=ops.fingerprint(documents, cp.key))
         rest = torch.ones_like(out), lse, saved, *settings.arguments(given, 0.25)
         torch.library.opcheck(ops.ulysses_attention_backward.default, rest)
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measured.throttled import grouped_ulysses
 from benchmarks.simulated.needed import masks
 from hyper_cp.planner.cluster import PROFILES, Cluster
 from hyper_cp.planner.model import ModelShape
 from hyper_cp.planner.strategies import Estimator, Strategy, Workload
-from hyper_cp.planner.timeline import BACKWARD, Kernels, attention_time, grouped_ulysses
+from hyper_cp.planner.timeline import BACKWARD, Kernels, attention_time
 from hyper_cp.planner.traffic import Ranks, transfers
 from hyper_cp.planner.work import RankWork, rank_work
 from hyper_cp.schedule import choices

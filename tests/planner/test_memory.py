@@ -119,7 +119,7 @@ def test_the_peak_of_a_step(
             loss = F.cross_entropy(model.output(x).float().flatten(0, 1), ids.flatten())
         del x
         loss.backward()
-    monkeypatch.setattr(planned, "LOSS_CHUNK", chunk * CONFIG.vocab * 4)
+    monkeypatch.setattr(planned, "CHUNK_BYTES", chunk * CONFIG.vocab * 4)
     settings = {"checkpointing": checkpointing, "chunked_loss": chunked, "element": dtype.itemsize, "states": 0.0}
     found = memory(shape(), Ranks(1, 1, 8), "all_gather", 1, tokens, ALONE, **settings)
     assert found.activations == pytest.approx(counter.peak["cpu"], rel=0.1)
@@ -206,5 +206,5 @@ def test_whole_models_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {mode: of_the_benchmark(*mode, False) for mode in COUNTED}
     for mode, counted in COUNTED.items():
         assert found[mode] == pytest.approx(counted, rel=0.1), mode
-    monkeypatch.setattr(planned, "LOSS_CHUNK", 256 * 2004 * 4)
+    monkeypatch.setattr(planned, "CHUNK_BYTES", 256 * 2004 * 4)
     assert of_the_benchmark("ring", 1, 8, True) == pytest.approx(CHUNKED, rel=0.1)

@@ -8,11 +8,11 @@ from itertools import accumulate, combinations
 
 import pytest
 
+from benchmarks.measured.throttled import grouped_ulysses
 from hyper_cp.planner import work as works
 from hyper_cp.planner.cluster import PROFILES, Cluster
 from hyper_cp.planner.model import ModelShape
 from hyper_cp.planner.strategies import Estimator, Strategy, Workload
-from hyper_cp.planner.timeline import grouped_ulysses
 from hyper_cp.schedule import tiles
 from hyper_cp.schedule.documents import PackedDocuments
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -108,7 +106,7 @@ def packed_problems(draw: st.DrawFn) -> tuple:
 
 @pytest.mark.slow
 @given(packed_problems(), st.sampled_from([1, 1024]))
-def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min_rows: int) -> None:
+def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, least: int) -> None:
     ring, ulysses, layout, kv, balance, length, band, boundaries = problem
     world = ring * ulysses
     resolved = lookup.resolve(layout, world, length, PackedDocuments([list(boundaries)]))
@@ -119,8 +117,9 @@ def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, min
     visible = in_documents(length, boundaries)
     visible &= np.ones_like(visible) if band[0] is None else distance >= band[0]
     visible &= np.ones_like(visible) if band[1] is None else distance <= band[1]
-    with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-        plans = [schedule.build(held, held, rank, kv, balance, band, (boundaries,)) for rank in range(ring)]
+    plans = [
+        schedule.build(held, held, rank, kv, balance, band, (boundaries,), least_rows=least) for rank in range(ring)
+    ]
     blocks = check_world(plans, own, visible)
     for rank, plan in enumerate(plans):
         half = length // ring // 2
@@ -178,8 +177,8 @@ def problems(draw: st.DrawFn) -> tuple:
 
 @pytest.mark.slow
 @given(problems(), st.sampled_from([1, 1024]))
-def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
-    """Also where tiles as short as these are cut in two (``min_rows=1``)."""
+def test_every_visible_pair_exactly_once(problem: tuple, least: int) -> None:
+    """Also where tiles as short as these are cut in two (``least=1``)."""
     ring, ulysses, layout, kv, balance, length, band = problem
     held = held_by(layout, ring, ulysses, length)
     distance = np.arange(length)[None] - np.arange(length)[:, None]
@@ -188,8 +187,7 @@ def test_every_visible_pair_exactly_once(problem: tuple, min_rows: int) -> None:
         visible &= distance >= band[0]
     if band[1] is not None:
         visible &= distance <= band[1]
-    with mock.patch.object(schedule, "_MIN_ROWS", min_rows):
-        plans = [schedule.build(held, held, rank, kv, balance, band) for rank in range(ring)]
+    plans = [schedule.build(held, held, rank, kv, balance, band, least_rows=least) for rank in range(ring)]
     local = [query_positions(layout, False, r, ring, ulysses, length) for r in range(ring)]
     check_world(plans, local, visible)
     for plan in plans if plans[0].swap else ():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...handler import ContextParallelHandler
-from ...mesh import cp_mesh
+from ...mesh import comm, cp_mesh
 from ...mesh.comm import Axis
 from ...mesh.cp_mesh import CPMesh, divisors
 from ...ops import attention, causal_conv1d, linear_recurrence
@@ -115,7 +115,8 @@ def _send_recv(axis: Axis, message: Message) -> Transfer:
     to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     sends, want = ([x, -x[:1]] for x in (message(axis.rank, to), message(source, axis.rank)))
     into = [torch.empty_like(x) for x in want]
-    return lambda: axis.send_recv([(x, to) for x in sends], [(x, source) for x in into]).wait(), want
+    messages = [comm.Message(x, to) for x in sends], [comm.Message(x, source) for x in into]
+    return lambda: axis.send_recv(*messages).wait(), want
 
 
 TRANSFERS: dict[str, Callable[[Axis, Message], Transfer]] = {

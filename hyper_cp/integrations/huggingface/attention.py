@@ -280,7 +280,7 @@ def attention_forward(
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.prompt is None:
-        refuse_in_decoding(name, mask, request, options)
+        refuse_in_decoding(name, mask, request)
         size = _window(name, request, options.get("sliding_window"))
         return state.cache.attend(module, layer, query, key, size, options), None
     batch = state.batch
@@ -362,7 +362,7 @@ def _biased(bias: Tensor | None, keys: Tensor | None) -> Tensor | None:
     return keys if bias is None else bias if keys is None else bias.masked_fill(~keys, -torch.inf)
 
 
-def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | None, options: dict[str, Any]) -> None:
+def refuse_in_decoding(name: str, mask: Tensor | None, request: MaskRequest | None) -> None:
     """Raise for what hides keys of new tokens otherwise than causality, windows and padding do."""
     found = {
         "an explicit attention mask": mask is not None,

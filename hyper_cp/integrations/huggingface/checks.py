@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
@@ -22,7 +22,15 @@ from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import qwen4, sparse
 from .media import encoders_in, owner_of
-from .modules import direct_attention, id_position_modules, is_lightning, position_modules, sinusoids
+from .modules import (
+    counting,
+    counts_after_cache,
+    direct_attention,
+    id_position_modules,
+    is_lightning,
+    position_modules,
+    sinusoids,
+)
 from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
 from .seams import source_of
@@ -36,18 +44,25 @@ POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
 )
 """Names of heads that pool over the sequence."""
-COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
-"""Code that counts positions of the local hidden states."""
 SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(")
 """Code that reads other positions than a token's own."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
+MISSING = {"Llama4ForConditionalGeneration": ("MoeCausalLMOutputWithPast", "image_outputs")}
+"""Models whose forward reads an attribute of an output that does not have it (transformers 5.24.0)."""
 MEDIA = re.compile(
     r"^(pixel|image(?!_embeds_position_mask)|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
     r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention_states|mm_encoder"
     r"|flattened_pa|padding_mask|chunk_sample|qformer)"
 )
 """Names of inputs other than text."""
+
+
+def is_media(name: str, x: Any) -> bool:
+    """True for an input other than text. (Idefics has a mask ``[B, S, images]``, which is split with the tokens, under
+    the name of a mask of patches in other models.)"""
+    of_tokens = name == "image_attention_mask" and isinstance(x, Tensor) and x.ndim == 3
+    return MEDIA.match(name) is not None and not of_tokens
 
 
 def base_of(model: Any) -> PreTrainedModel:
@@ -59,18 +74,29 @@ def base_of(model: Any) -> PreTrainedModel:
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The decoder of a model. (Some models name their output layer ``decoder``, and ``get_decoder`` returns that.)"""
     found: Any = model.get_decoder()
-    inside = (
-        found.get_decoder() if isinstance(found, PreTrainedModel) else None
-    )  # of a model with a head (Nemotron omni)
-    if isinstance(inside, PreTrainedModel):
+    if not isinstance(found, PreTrainedModel):
+        found = getattr(model, model.base_model_prefix, model)
+    if (
+        isinstance(inside := found.get_decoder(), PreTrainedModel) and inside is not found
+    ):  # with a head (Nemotron omni)
         return inside
-    return found if isinstance(found, PreTrainedModel) else getattr(model, model.base_model_prefix, model)
+    inner = [m for m in found.children() if isinstance(m, PreTrainedModel)]
+    headed = found.get_output_embeddings() is not None  # Llama 4 and Kosmos 2, which do not find what is inside
+    return inner[0] if headed and len(inner) == 1 else found
 
 
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
+    _check_runs(model)
     name, config = type(decoder).__name__, decoder.config
     if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
+        inside = getattr(model, "language_model", None)
+        if isinstance(inside, PreTrainedModel) and stacks_of(inside) is not None:  # BLIP-2 with T5
+            raise NotImplementedError(
+                f"{type(model).__name__} gives rows of images to an encoder-decoder, {type(inside).__name__}, which "
+                "splits its source and its target by itself. Call prepare_model(model.language_model, ...), and the "
+                "model with the whole batch on every rank"
+            )
         raise NotImplementedError(
             f"{type(model).__name__} is an encoder-decoder without a head that predicts the tokens of its target, or "
             "not of text alone. Put ContextParallel styles on its attention modules with parallelize_module"
@@ -122,9 +148,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     )
     _refuse_modules(
         decoder,
-        [m for m in decoder.modules() if m is not decoder and _counts_positions(m)],
-        "counts positions by itself, from 0 on every rank (for a scale of attention that grows with them). Use a model "
-        "without it (Llama 4: attn_temperature_tuning=False)",
+        [m for m in counting(decoder) if not counts_after_cache(m)],
+        "counts positions by itself, from 0 on every rank. Use a model whose layers are given them",
     )
     counted = (
         "position_ids" in inspect.signature(decoder.forward).parameters
@@ -136,6 +161,18 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise NotImplementedError(
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
+        )
+
+
+def _check_runs(model: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for a model whose forward raises an error on one device, too."""
+    name, file = type(model).__name__, sys.modules[type(model).__module__]
+    made, read = MISSING.get(name, ("", ""))
+    if made and read in source_of(type(model).forward) and not hasattr(getattr(file, made, None), read):
+        raise NotImplementedError(
+            f"{name} raises AttributeError in transformers {__version__}, on one device too, because it reads {read} "
+            f"of a {made}, which has none. Set {file.__name__}.{made}.{read} = None before prepare_model, or install "
+            "another version of transformers"
         )
 
 
@@ -187,13 +224,6 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     ]
 
 
-def _counts_positions(module: nn.Module) -> bool:
-    """True for a layer that makes positions of its hidden states. (Layers of Llama 4 do so for a scale that most of
-    them do not have.)"""
-    scales = getattr(module, "attn_temperature_tuning", True) and not getattr(module, "use_rope", False)
-    return bool(scales and COUNTS.search(source_of(type(module).forward)))
-
-
 def _shifts(module: nn.Module) -> bool:
     """True for a module that reads neighbouring positions, or counts tokens (ESM, if it drops some)."""
     if isinstance(module, (nn.Conv2d, nn.Conv3d)):
@@ -202,11 +232,13 @@ def _shifts(module: nn.Module) -> bool:
     return bool(counts and SHIFTS.search(source_of(type(module).forward)))
 
 
-def why_loss_is_wrong(model: nn.Module) -> str | None:
+def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
         return "its forward takes no shift_labels"
-    source = source_of(type(model).forward)
+    decoder = decoder_of(model)
+    around = (m for m in model.modules() if m is model or (m is not decoder and any(x is decoder for x in m.modules())))
+    source = "".join(source_of(type(module).forward) for module in around)  # a head may be inside (BLIP)
     if "cross_entropy(" in source or "CrossEntropyLoss" in source:
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     return None
@@ -292,7 +324,7 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "rank would keep the last positions of its own share. Leave it out; to generate call "
             "hyper_cp.hf.generate(model, handler, input_ids)"
         )
-    media = [key for key, x in kwargs.items() if x is not None and MEDIA.match(key)]
+    media = [key for key, x in kwargs.items() if x is not None and is_media(key, x)]
     if media:
         raise NotImplementedError(
             f"{name} got {', '.join(media)}, all of which would be inserted into this rank's share. Pass the whole "

@@ -18,7 +18,7 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries
 from ...schedule.lookup import resolve
 from .forward import ForwardState
-from .seams import known_as, refuse_batch
+from .seams import known_as, outside_graphs, refuse_batch
 
 LAYERS = {
     "compressed_sparse_attention": "DeepseekV4CSACompressor",
@@ -36,17 +36,14 @@ KNOWN = {
 compresses = known_as(LAYERS.values(), KNOWN)
 
 
-@torch.compiler.disable(
-    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
-    "without fullgraph=True"
-)
+@outside_graphs
 def compressed(
     compressor: Any, state: ForwardState, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Tensor, None]:
     """The forward of a compressor over all ranks: all entries ``[B, 1, E, D]``. The bias that one device adds to logits
     is what :func:`entries_of` returns to attention."""
     refuse_batch(type(compressor).__name__, state)
-    entries, indexer = _pooled(compressor, hidden, position_ids, state), getattr(compressor, "indexer", None)
+    entries, indexer = _pooled(compressor, hidden, state), getattr(compressor, "indexer", None)
     selected = None
     if indexer is not None and entries.shape[1]:
         with torch.no_grad():
@@ -64,7 +61,7 @@ def entries_of(module: nn.Module, keys: Tensor, queries: int) -> tuple[Tensor, E
     return keys[:, :, :queries], Entries(pooled, pooled, compressor.compress_rate, selected)
 
 
-def _pooled(owner: Any, hidden: Tensor, position_ids: Tensor, state: ForwardState) -> Tensor:
+def _pooled(owner: Any, hidden: Tensor, state: ForwardState) -> Tensor:
     """The entries ``[B, E, D]`` of a compressor, or of an indexer. Where a token has two series (CSA), an entry has the
     first one of the window before and the second one of its own."""
     ratio, dim = owner.compress_rate, owner.head_dim
@@ -94,7 +91,7 @@ def _rotated(owner: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 
 def _selected(indexer: Any, hidden: Tensor, q_residual: Tensor, position_ids: Tensor, state: ForwardState) -> Tensor:
     """The best entries of this rank's queries, ``[B, 1, S/n, k]``."""
-    keys, scorer = _pooled(indexer, hidden, position_ids, state), indexer.scorer
+    keys, scorer = _pooled(indexer, hidden, state), indexer.scorer
     q = indexer.q_b_proj(q_residual).view(*hidden.shape[:2], -1, indexer.head_dim).transpose(1, 2)
     q = _rotated(indexer, q, position_ids)
     weights = (scorer.weights_proj(hidden) * scorer.weights_scaling).transpose(1, 2)

@@ -1,4 +1,5 @@
-"""Images to which layers of a decoder attend (Mllama): each rank encodes a run of them, and all ranks receive all rows.
+"""Images to which layers of a decoder attend (Mllama, Idefics, BLIP): each rank encodes a run of them, and all ranks
+receive all rows.
 
 In such a layer this rank's queries attend to images, which the rank holds whole. So it attends as on one device, and no
 keys or values travel. The gradients of a row are added up over the ranks. (docs/integrations/images.md)
@@ -7,7 +8,7 @@ keys or values travel. The gradients of a row are added up over the ranks. (docs
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,25 +23,45 @@ from ...module.mesh_binding import Binding
 from ...schedule.readers import read_rows, runs_of_equal_cost
 from . import forward
 from .media import encoders_in, owner_of
+from .two_sequences import cross_attention
 
-PROJECTORS = {"MllamaModel": "multi_modal_projector"}
-"""Models with such layers, and the last module of their encoder."""
-LAYERS = {"MllamaTextCrossAttention"}
-"""Attention of queries to the images that a rank holds."""
-ENTRIES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-"""Entries of a batch ``[B, images of a row, ...]``."""
+
+@dataclass(frozen=True)
+class _Images:
+    """The images of a type of models, and their encoder."""
+
+    last: tuple[str, ...]
+    """The last module of the encoder: the first one of these that the model has."""
+    entries: tuple[str, ...] = ("pixel_values",)
+    """Entries of a batch ``[B, images of a row, ...]``, or ``[B, ...]`` if there is no mask."""
+    mask: str = ""
+    """The entry ``[B, S, images of a row, ...]`` that says which images a token sees; "": those of its row."""
+
+
+_TILES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+MODELS = {
+    "BlipForConditionalGeneration": _Images(("vision_model",)),
+    "IdeficsModel": _Images(("perceiver_resampler", "vision_model"), mask="image_attention_mask"),
+    "MllamaModel": _Images(("multi_modal_projector",), _TILES, "cross_attention_mask"),
+}
+"""Models with such layers."""
 
 
 def image_keys_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """The module around the decoder that encodes images for such layers, if there is one."""
-    around = [m for m in model.modules() if type(m).__name__ in PROJECTORS]
+    """The module around the decoder, or the decoder, that encodes images for such layers, if there is one."""
+    around = [m for m in model.modules() if type(m).__name__ in MODELS]
     return next((m for m in around if any(x is decoder for x in m.modules())), None)
+
+
+def layers_of(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
+    """The modules of a decoder that attend to images."""
+    return cross_attention(decoder) if image_keys_of(model, decoder) is not None else set()
 
 
 def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> None:
     """Let such layers, and encoders that have the configuration of the decoder, or are inside of it, attend as before
     the model was prepared."""
-    inside = {m for m in decoder.modules() if type(m).__name__ in LAYERS} | encoders_in(decoder)
+    inside = encoders_in(decoder) | layers_of(model, decoder)
     around = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
     for module in inside | {m for m in around if getattr(m, "config", None) is decoder.config}:
         if hasattr(module, "config"):
@@ -51,16 +72,19 @@ def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) ->
 class ImageKeysHook:
     """The hooks of a module that encodes images for such layers. ``binding`` is that of its decoder."""
 
-    def __init__(self, binding: Binding, model: nn.Module) -> None:
+    def __init__(self, binding: Binding, model: nn.Module, owner: nn.Module) -> None:
         self.binding, self.model = binding, model
+        self.name = type(owner).__name__  # FSDP2 changes it
+        self.known = MODELS[self.name]
         self.runs: list[int] | None = None
         """The boundaries of the ranks' runs of images, while a forward encodes some."""
 
-    def attach(self, owner: nn.Module) -> None:
-        """Register the hooks."""
-        owner.register_forward_pre_hook(self.before, with_kwargs=True)
+    def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
+        """Register the hooks; those of a decoder that encodes images by itself before its others."""
+        owner.register_forward_pre_hook(self.before, with_kwargs=True, prepend=owner is decoder)
         owner.register_forward_hook(self.after, always_call=True)
-        owner.get_submodule(PROJECTORS[type(owner).__name__]).register_forward_hook(self.share)
+        last = next(name for name in self.known.last if hasattr(owner, name))
+        owner.get_submodule(last).register_forward_hook(self.share)
 
     def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the model this rank's run of images."""
@@ -69,64 +93,71 @@ class ImageKeysHook:
         if ready is None:
             return None
         if ready.media is None:
-            self._refuse_sharded(owner)
+            self._refuse_sharded()
             return None
         tokens = args[0] if args else kwargs["input_ids"]
-        images = self._images(owner, ready.media, tokens, kwargs.get("cross_attention_mask"))
+        images = self._images(ready.media, tokens, kwargs)
         ready = replace(ready, media=None)
         forward.offer(ready)
         kwargs = {**kwargs, **({"context_parallel": ready} if "context_parallel" in kwargs else {})}
         ring = cp_mesh.as_ring(cp_mesh.whole_view(self.binding.active.mesh))
-        self.runs = runs_of_equal_cost([1.0] * len(images[ENTRIES[0]]), ring.size)
+        self.runs = runs_of_equal_cost([1.0] * len(images["pixel_values"]), ring.size)
         start, stop = self.runs[ring.rank], self.runs[ring.rank + 1]
         if start == stop:  # an image of another rank, of which no row is used
             start, stop = 0, 1
         return args, {**kwargs, **{name: x[start:stop].to(tokens.device) for name, x in images.items()}}
 
-    def share(self, projector: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """Make the rows of this rank's images those of all images: ``[images, 1, tiles, patches, D]``."""
+    def share(self, last: nn.Module, args: Any, output: Any) -> Any:
+        """Make the rows of this rank's images those of all images: ``[images, ..., D]``."""
         if self.runs is None:
             return None
         ring = cp_mesh.as_ring(cp_mesh.whole_view(self.binding.active.mesh))
-        rows = output.shape[1:-1].numel()
+        own = output if isinstance(output, Tensor) else output.last_hidden_state
+        rows = own.shape[1:-1].numel()
         made = [(stop - start) * rows for start, stop in pairwise(self.runs)]
         plan = read_rows([np.arange(sum(made))] * ring.size, made, ring.rank)
-        return rows_to_readers(output.flatten(0, -2)[: made[ring.rank]], plan, ring.key).view(-1, *output.shape[1:])
+        whole = rows_to_readers(own.flatten(0, -2)[: made[ring.rank]], plan, ring.key).view(-1, *own.shape[1:])
+        return whole if own is output else type(output)(**{**output, "last_hidden_state": whole})
 
     def after(self, *_: Any) -> None:
         """End what ``before`` has begun; also after an exception."""
         self.runs = None
 
-    @staticmethod
-    def _images(owner: nn.Module, media: Media, tokens: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        """The images of all rows of the batch ``[B * images of a row, 1, ...]``, those without content included."""
-        name, entries = type(owner).__name__, media.entries
-        if {*entries} != {*ENTRIES}:
+    def _images(self, media: Media, tokens: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
+        """The images of all rows of the batch ``[B * images of a row, ...]``, those without content included, with a
+        dimension of size 1 for the images of a row."""
+        name, known, entries = self.name, self.known, media.entries
+        if {*entries} != {*known.entries}:
+            also = f", and {known.mask}" if known.mask else ""
             raise NotImplementedError(
-                f"{name} got images as {', '.join(entries)}. They are known to be shared out as {', '.join(ENTRIES)} "
-                "only. Pass these, and cross_attention_mask, as its processor makes them"
+                f"{name} got images as {', '.join(entries)}. They are known to be shared out as "
+                f"{', '.join(known.entries)} only. Pass these{also}, as its processor makes them"
             )
-        shapes = {entry: tuple(x.shape[:2]) for entry, x in entries.items()}
-        if len({*shapes.values()}) > 1 or shapes[ENTRIES[0]][0] != len(media.tokens):
+        dims = 2 if known.mask else 1
+        shapes = {entry: tuple(x.shape[:dims]) for entry, x in entries.items()}
+        if len({*shapes.values()}) > 1 or shapes["pixel_values"][0] != len(media.tokens):
             raise ValueError(
                 f"{name} got images whose first dimensions are {shapes}, for {len(media.tokens)} rows of tokens. Each "
-                "entry is [rows, images of a row, ...]. Pass what its processor makes"
+                f"entry is [rows, {'images of a row, ' * (dims - 1)}...]. Pass what its processor makes"
             )
+        if not known.mask:
+            return dict(entries)
+        mask = given.get(known.mask)
         if mask is None:
             raise ValueError(
-                f"{name} got images without cross_attention_mask, which says what tokens see of them. On one device "
-                "SDPA takes that for a causal mask. Pass what the processor makes"
+                f"{name} got images without {known.mask}, which says what tokens see of them. Pass what the processor "
+                "makes (without it SDPA would make a causal mask on one device, or the model raises an error)"
             )
         if mask.shape[1] != tokens.shape[1]:
             raise ValueError(
-                f"cross_attention_mask has {mask.shape[1]} rows for {tokens.shape[1]} tokens of this rank. Each token "
-                "has one, and is split with it. Pass prepare_batch one for each token of the whole batch"
+                f"{known.mask} has {mask.shape[1]} rows for {tokens.shape[1]} tokens of this rank. Each token has one, "
+                "and is split with it. Pass prepare_batch one for each token of the whole batch"
             )
         return {entry: x.flatten(0, 1)[:, None] for entry, x in entries.items()}
 
-    def _refuse_sharded(self, owner: nn.Module) -> None:
+    def _refuse_sharded(self) -> None:
         if any(isinstance(x, FSDPModule) for x in self.model.modules()):
             raise NotImplementedError(
-                f"{type(owner).__name__} got a batch without images under FSDP2, where its encoder and the layers that "
+                f"{self.name} got a batch without images under FSDP2, where its encoder and the layers that "
                 "attend to images must run in every step. Put an image into every batch"
             )

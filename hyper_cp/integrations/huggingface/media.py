@@ -51,8 +51,8 @@ PLACES = "image_embeds_position_mask"
 """The entry ``[B, S]`` that is 1 on placeholder tokens of images, in place of such an id (Kosmos)."""
 FIELDS = ("pooler_output", "last_hidden_state", "deepstack_features", "attention_mask")
 """The parts of an encoder's output that have a row for each token, which models insert, and the mask of these rows."""
-EXTEND = "embed_tokens_extend"
-"""The module of a decoder that does nothing without images and audio (Phi 4)."""
+ENCODERS = ("embed_tokens_extend", "vision_model", "perceiver_resampler")
+"""Modules of decoders that do nothing but encode images and audio: of Phi 4, and of Idefics."""
 OF_TOKENS = ("position_ids", "context_parallel")
 """Keywords of this rank's tokens that some models hand on to encoders, too."""
 PASSED_ON = ("qformer_outputs", "vision_outputs", "visual_indicator_features")
@@ -70,6 +70,10 @@ SHORTEST = 20
 """Half the frames of a blank clip, for encoders that take any number."""
 COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
+POOLING = {"image": "image_token_pooling", "video": "video_token_pooling"}
+"""Entries with the numbers of the patches that each row pools (Molmo 2)."""
+CROPS = "image_num_crops"
+"""The numbers of crops of images, which its forward takes, but no encoder."""
 
 
 def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
@@ -82,7 +86,7 @@ def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
 def encoders_in(model: nn.Module) -> set[nn.Module]:
     """The modules with which a model, or a decoder (Chameleon), encodes images and audio by its methods."""
     code = "".join(source_of(getattr(type(model), name, len)) for name in METHODS.values())
-    found = [x for name, x in model.named_children() if name == EXTEND or re.search(rf"\bself\.{name}\b", code)]
+    found = [x for name, x in model.named_children() if name in ENCODERS or re.search(rf"\bself\.{name}\b", code)]
     return {module for x in found for module in x.modules()}
 
 
@@ -113,12 +117,18 @@ class Items:
     costs: list[float]
     last: str = ""
     """The entry whose parts lie in its last dimension; "": none."""
+    pooled: str = ""
+    """The entry with numbers of patches, among those of all items; -1: none (Molmo 2)."""
 
     def run(self, start: int, stop: int) -> dict[str, Any]:
         """The entries of a run of items."""
         ends = {name: [0, *x] for name, x in self.ends.items()}
         parts = {name: slice(ends[name][start], ends[name][stop]) for name in self.entries}
-        return {name: x[..., parts[name]] if name == self.last else x[parts[name]] for name, x in self.entries.items()}
+        found = {name: x[..., parts[name]] if name == self.last else x[parts[name]] for name, x in self.entries.items()}
+        if self.pooled:
+            pixels, x = next(iter(self.entries)), found[self.pooled]
+            found[self.pooled] = torch.where(x < 0, x, x - ends[pixels][start] * self.entries[pixels].shape[1])
+        return found
 
     def joined(self, other: Items) -> Items:
         """Both kinds of items under the names of the first: the entries of both have the same order."""
@@ -134,6 +144,8 @@ class Items:
 
 def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     """Read the images or videos of a batch; ``NotImplementedError`` for entries that do not hold one part for each."""
+    if POOLING.get(kind) in entries:
+        return _pooled(owner, kind, entries)
     method = getattr(type(owner), METHODS[kind])
     names = [name for name in (*inspect.signature(method).parameters, *_rows_mask(owner, kind)) if name in entries]
     given = {name: entries[name] for name in names}
@@ -164,6 +176,21 @@ def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
     if bad:
         _refuse(owner, bad, f"whose dimension 0 does not hold one part for each of {len(costs)} items ({kind})")
     return Items(given, ends, costs, last)
+
+
+def _pooled(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
+    """Images that consist of crops, or videos of frames, whose rows pool patches by their numbers in the batch."""
+    pixels, pooled, grids = _names(owner, METHODS[kind])
+    grid = entries[grids]
+    if kind == "image" and CROPS not in entries:
+        _refuse(owner, [pixels], f"without {CROPS}, so it is not known which crops belong to one image")
+    crops = (entries[CROPS] if kind == "image" else grid[:, 0]).tolist()
+    rows = grid[:, 0] * grid[:, 1] + grid[:, 2] * grid[:, 3] if kind == "image" else grid.prod(1)
+    ends = {pixels: [*accumulate(crops)], pooled: [*accumulate(rows.tolist())], grids: [*range(1, len(grid) + 1)]}
+    given = {name: entries[name] for name in ends}
+    if bad := [name for name, x in given.items() if len(x) != (ends[name] or [0])[-1]]:
+        _refuse(owner, bad, f"whose dimension 0 does not hold what {grids} or {CROPS} counts for {len(grid)} items")
+    return Items(given, ends, [float(x) for x in crops], pooled=pooled)
 
 
 def _parts_of(x: Any, last: bool) -> int:
@@ -210,7 +237,7 @@ class MediaHook:
         self.binding, self.model = binding, model
         self.fields = fields_read(owner)
         self.parameters = inspect.signature(owner.forward).parameters
-        self.known = {x for kind in METHODS for x in _entries(owner, kind) if x in self.parameters}
+        self.known = {x for kind in METHODS for x in (*_entries(owner, kind), CROPS) if x in self.parameters}
 
     def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of a decoder that encodes images by itself before its others."""
@@ -483,12 +510,20 @@ class Exchange:
             return torch.zeros(1, length, dtype=torch.bool)
         if kind == "image" and PLACES in self.ready.token_types:
             return self.ready.token_types[PLACES] > 0
-        config: Any = self.owner.config
-        ids = [getattr(config, name) for name in TOKENS[kind] if getattr(config, name, None) is not None]
-        found = torch.isin(media.tokens, torch.tensor(ids))
+        found = torch.isin(media.tokens, torch.tensor(self.ids(kind)))
         if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
-            found = media.tokens == config.image_token_id  # GLM-4V inserts videos at tokens of images
+            found = torch.isin(
+                media.tokens, torch.tensor(self.ids("image"))
+            )  # GLM-4V inserts videos at tokens of images
         return F.pad(found, (0, length - found.shape[1]))
+
+    def ids(self, kind: str) -> list[int]:
+        """The placeholder tokens of a kind, which the configuration of its encoder names if that of the model does not
+        (Phi 4)."""
+        config: Any = self.owner.config
+        part = getattr(config, {"audio": "audio_config"}.get(kind, "vision_config"), None)
+        found = [[x for name in TOKENS[kind] if (x := getattr(of, name, None)) is not None] for of in (config, part)]
+        return found[0] or found[1]
 
     def _held(self) -> list[Tensor]:
         """The positions that each rank holds."""

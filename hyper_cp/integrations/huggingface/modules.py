@@ -3,11 +3,13 @@
 - Falcon calls ``F.scaled_dot_product_attention`` itself, with its own conventions for masks and heads.
 - MiniMax computes lightning attention, a linear recurrence, block by block.
 - Some rotary tables (dynamic NTK, LongRoPE and others) depend on the longest position of the whole batch.
+- Layers of Llama 4 without rotation scale queries by positions that they count.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ from ...module.mixers.hooks import MixerHooks
 from ...module.thread_stack import ThreadStack
 from .attention import attention_forward
 from .forward import ForwardState, state_for
-from .seams import source_of
+from .seams import CACHE, source_of
 
 _running: ThreadStack[tuple[nn.Module, TorchFunctionMode]] = ThreadStack()
 """The modules that run in a mode of this file."""
@@ -297,3 +299,52 @@ def _remove_last_row(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.narrow(-2, 0, output.shape[-2] - 1)
     return type(output)(x.narrow(-2, 0, x.shape[-2] - 1) for x in output)
+
+
+# --------------------------------------------------------------------------- positions that layers count
+
+COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
+"""Code that counts positions of the local hidden states."""
+_COUNTED = r"arange\(hidden_states\.shape\[1\], [^)]*\) \+ past_seen"
+AFTER_CACHE = re.compile(r"get_seq_length\(self\.layer_idx\).*" + _COUNTED, re.DOTALL)
+"""The same, from the number of tokens in a cache on."""
+
+
+def counting(decoder: nn.Module) -> list[nn.Module]:
+    """The modules inside of a decoder that make positions of their hidden states. (All layers of Llama 4 have code that
+    does so for a scale, which most of them do not have.)"""
+    found = [m for m in decoder.modules() if m is not decoder and COUNTS.search(source_of(type(m).forward))]
+    return [m for m in found if getattr(m, "attn_temperature_tuning", True) and not getattr(m, "use_rope", False)]
+
+
+def counts_after_cache(module: nn.Module) -> bool:
+    """True for such a module that asks a cache for the number of tokens before its own."""
+    return bool(CACHE and AFTER_CACHE.search(source_of(type(module).forward)))
+
+
+def prepare_counting(decoder: nn.Module) -> None:
+    """Let such modules count the positions of this rank's tokens in the whole sequence."""
+    for module in counting(decoder):
+        module.register_forward_pre_hook(_count_whole, with_kwargs=True)
+
+
+def _count_whole(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    state = state_for(module)
+    if not isinstance(state, ForwardState) or state.positions is None:
+        return None
+    return args, {**kwargs, CACHE: _Before(state.positions, kwargs.get(CACHE))}
+
+
+class _Before:
+    """A cache whose length is the number of tokens of all ranks before each of this rank's, less those of this rank."""
+
+    def __init__(self, positions: Tensor, cache: Any) -> None:
+        self.positions, self.cache = positions, cache
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        """The distance from local positions to those of the whole sequence."""
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the cache of the model does; without one these keys and values."""
+        return (key, value) if self.cache is None else self.cache.update(key, value, *args, **kwargs)

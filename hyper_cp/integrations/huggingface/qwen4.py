@@ -21,7 +21,7 @@ from ...ops.selected_entries import select_entries, tokens_of_entries
 from ...schedule.documents import read
 from ...schedule.layout import by_documents
 from .forward import ForwardState
-from .seams import known_as
+from .seams import known_as, outside_graphs
 
 KNOWN = {
     "Qwen4ExpTextQSAIndexer": ("3cb1e00f739a2f6d",),
@@ -43,10 +43,7 @@ class Selection:
         self.tokens = tokens
 
 
-@torch.compiler.disable(
-    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
-    "without fullgraph=True"
-)
+@outside_graphs
 def selected(
     indexer: Any, state: ForwardState, hidden: Tensor, position_embeddings: Any, attention_mask: Any, *cache: None
 ) -> Selection:

@@ -14,6 +14,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NoReturn
 
+import torch
 from transformers import GenerationMixin
 
 from ...schedule.layout import by_documents
@@ -26,6 +27,12 @@ CACHES = ("cache", "past_key_values", "cache_params")
 _TAKEN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = next((name for name in CACHES if name in _TAKEN), "")
 """The name in the installed version; "" if it is none of them."""
+
+outside_graphs = torch.compiler.disable(
+    reason="The number of windows of a rank depends on its positions, which a compiled graph does not know. Compile "
+    "without fullgraph=True"
+)
+"""A decorator of what takes windows or pools of the tokens."""
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:

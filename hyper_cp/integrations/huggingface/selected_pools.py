@@ -12,7 +12,7 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries, tokens_of_entries
 from .attention import MaskRequest
 from .forward import ForwardState
-from .seams import known_as, refuse_batch
+from .seams import known_as, outside_graphs, refuse_batch
 
 INDEXER, ATTENTION = "Glm5NextTextIndexer", "Glm5NextTextAttention"
 KNOWN = {
@@ -28,10 +28,7 @@ KNOWN = {
 is_indexer, is_attention = known_as((INDEXER,), KNOWN), known_as((ATTENTION,), KNOWN)
 
 
-@torch.compiler.disable(
-    reason="The number of pools of a rank depends on its positions, which a compiled graph does not know. Compile "
-    "without fullgraph=True"
-)
+@outside_graphs
 def selected(
     indexer: Any, state: ForwardState, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, **cache: None
 ) -> Tensor:

@@ -1,7 +1,8 @@
 """Encoder-decoders: BART, T5, Marian and others, whose source and target are two sequences.
 
 Such a model takes the whole batch. Its encoder splits the source and its decoder the target, each with the layout of
-the style. Cross-attention reads the encoder's states of all ranks. Logits are this rank's share of the target.
+the style. Cross-attention reads the encoder's states of all ranks. Logits are this rank's share of the target. Images
+that a model inserts into the source (Florence 2) are encoded by every rank, which reads the rows of its share.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if method is not None:
         return lambda labels: method(labels=labels)
-    function, config = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None), model.config
+    function = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    config = getattr(model.config, "text_config", model.config)
     if function is None or list(inspect.signature(function).parameters)[1:] != _SHIFT:
         return None
     return lambda labels: function(labels, config.pad_token_id, config.decoder_start_token_id)
@@ -43,12 +45,16 @@ _SHIFT = ["pad_token_id", "decoder_start_token_id"]
 
 
 def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel] | None:
-    """The encoder and the decoder of an encoder-decoder of text with a head of tokens; None for other models."""
+    """The encoder and the decoder of an encoder-decoder with a head of tokens; None for other models."""
     if not (model.config.is_encoder_decoder and HEADS.search(type(model).__name__) and shifted_by(model)):
         return None
     encoder, decoder = model.get_encoder(), model.get_decoder()
-    if any(hasattr(model, name) for name in ("get_image_features", "get_audio_features")):  # into the source
+    if "pixel_values" in inspect.signature(encoder.forward).parameters:  # it would insert images into a share
         return None
+    if encoder is not decoder and any(
+        x is encoder for x in decoder.modules()
+    ):  # a language model with both (Florence 2)
+        decoder = decoder.get_decoder()
     both = isinstance(encoder, PreTrainedModel) and isinstance(decoder, PreTrainedModel) and encoder is not decoder
     return (encoder, decoder) if both and encoder is not model else None
 

@@ -97,6 +97,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, module: nn.Module, state: ForwardState, rows: int) -> None:
         super().__init__()
         self.module, self.state, self.rows = module, state, rows
+        self.zeros: list[Tensor] = []
+        """What ``torch.zeros`` has made in this call: a product may be added to it (GPT-NeoX Japanese)."""
         self.routed = False
         """True once scores have been made: each module attends once in a call."""
 
@@ -110,7 +112,9 @@ class Recorder(TorchFunctionMode):
             return next(x for x in given if isinstance(x, Scores)).apply(func, args, kwargs)
         if func in PRODUCTS and (scores := self._scores(func, args, dict(kwargs))) is not None:
             return scores
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        self.zeros += [found] if func is torch.zeros else []
+        return found
 
     def _scores(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | None:
         at = PRODUCTS[func]
@@ -126,7 +130,9 @@ class Recorder(TorchFunctionMode):
         self.routed = True
         like = torch.empty(*query.shape[:-1], keys.shape[-1], dtype=query.dtype, device="meta")
         scores = Scores(self, query, keys.transpose(-1, -2), like, float(kwargs.get("alpha", 1.0)))
-        return scores.plus(given[0]) if at and kwargs.get("beta", 1.0) == 1 else scores if not at else None
+        if not at or any(x is given[0] for x in self.zeros):
+            return scores
+        return scores.plus(given[0]) if kwargs.get("beta", 1.0) == 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +239,7 @@ class Scores:
         options: dict[str, Any] = {"scaling": self.scale, "dropout": self.dropout, "key_bias": self.bias}
         options["position_bias"] = self.relative
         out, _ = attention_forward(self.mode.module, q, k, v, mask, context_parallel=state, **options)
-        return out.transpose(1, 2).reshape(*self.query.shape[:-1], value.shape[-1])
+        return out.transpose(1, 2).reshape(*self.like.shape[:-1], value.shape[-1])
 
 
 # --------------------------------------------------------------------------- steps

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,6 @@ from ...mesh import cp_mesh
 from ..mesh_binding import Style
 from .calls import ROUTED, RunningMixer, running_mixer
 from .hooks import StyledMixerHooks
-from .threads import in_thread
 
 COMPARED = 64
 """The most tokens on which a module's own forward is compared with the function that replaces it."""
@@ -262,12 +263,16 @@ class NamedMixerHooks(StyledMixerHooks):
             name: x.detach().narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if _along(x) else x
             for name, x in given.items()
         }
-        device = tensors[0].device.type
+        place = tensors[0].device
+        device = place.type
+        stream: AbstractContextManager[object] = nullcontext()
+        if device == "cuda":
+            stream = torch.cuda.stream(torch.cuda.current_stream(place))
         cast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         alone = RunningMixer(self.name, None, cp_mesh.alone(), "contiguous", None)
 
         def both() -> tuple[Any, Any]:
-            with torch.no_grad(), cast:
+            with torch.no_grad(), cast, stream:
                 try:
                     ours = self._computed(alone, few)
                 except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
@@ -278,7 +283,8 @@ class NamedMixerHooks(StyledMixerHooks):
                     return ours, ours  # it takes no such length, so there is nothing to compare with
 
         # In another thread nothing is routed, and no mode of the caller (a selective checkpoint, say) sees the calls.
-        ours, own = in_thread(both, tensors[0])
+        with ThreadPoolExecutor(1) as thread:
+            ours, own = thread.submit(both).result()
         if isinstance(ours, Exception):
             return f"the function raises {type(ours).__name__} ({ours})"
         if not isinstance(own, Tensor):

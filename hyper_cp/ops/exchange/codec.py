@@ -20,11 +20,13 @@ class Codec:
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors, self.length = tensors, tensors[0].shape[2]
-        self._views: list[tuple[int, ...]] = []  # batch, heads, elements of a head, place in a row
+        self._views: list[tuple[int, int, int, int, bool]] = []
+        """Batch, heads, elements of a head, place in a row; True if these elements are a dimension."""
         self.width = 0
         for x in tensors:
-            b, h, size = x.shape[0], x.shape[1], math.prod(x.shape[3:])
-            self._views.append((b, h, size, self.width))
+            b, h, _, *head = x.shape
+            size = math.prod(head)
+            self._views.append((b, h, size, self.width, bool(head)))
             self.width += b * h * size
         self._all: Tensor | None = None
 
@@ -49,7 +51,7 @@ class Codec:
         length, width, start = rows.shape[0], self.width, rows.storage_offset()
         return [
             rows.as_strided((b, h, length, size), (h * size, size, width, 1), start + at)
-            if x.ndim == 4
+            if wide
             else rows.as_strided((b, h, length), (h, 1, width), start + at)
-            for x, (b, h, size, at) in zip(self.tensors, self._views, strict=True)
+            for b, h, size, at, wide in self._views
         ]

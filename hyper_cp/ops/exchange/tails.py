@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...mesh.comm import Axis, Pending
+from ...mesh.comm import Axis, Message, Pending
 from ...schedule.ranges import Range, Rows
-from ..kernels.partials import part
+from ..kernels.partials import Parts
 from .codec import Codec
 
 
@@ -25,8 +25,7 @@ class SwappedTails:
     def __init__(self, axis: Axis, swap: bool, *tensors: Tensor):
         self.axis, self.partner = axis, axis.size - 1 - axis.rank
         self.swapped = swap and self.partner != axis.rank
-        self.tensors: Sequence[Tensor] = tensors
-        self.tails: Sequence[Tensor] | None = None
+        self.tensors, self.tails = Parts(*tensors), Parts()
         self.length = tensors[0].shape[2]
         self.half = self.length // 2
         if self.swapped:
@@ -42,28 +41,30 @@ class SwappedTails:
             of_dtype = {x.dtype: iter(codec.unpack(x)) for codec, x in zip(codecs, arrived, strict=True)}
             return [next(of_dtype[x.dtype]) for x in tensors]
 
-        messages = ([(x, self.partner) for x in xs] for xs in (sends, receives))
+        messages = ([Message(x, self.partner) for x in xs] for xs in (sends, receives))
         return self.axis.send_recv(*messages).then(unpacked)
 
     def rows(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
         """The tensors restricted to a range of queries (and of batch rows)."""
         start, stop = rows
         if not self.swapped or stop <= self.half:
-            return [part(x, rows, batch) for x in self.tensors]
-        if self.tails is None:
-            self.tails = self.pending.wait()
+            return self.tensors.of(rows, batch)
+        self._wait_for_tails()
         if start >= self.half:
-            return [part(x, (start - self.half, stop - self.half), batch) for x in self.tails]
+            return self.tails.of((start - self.half, stop - self.half), batch)
         # A tile that crosses from one half to the other needs both side by side.
         head, tail = (start, self.half), (0, stop - self.half)
-        both = zip(self.tensors, self.tails, strict=True)
-        return [torch.cat([part(x, head, batch), part(t, tail, batch)], 2) for x, t in both]
+        both = zip(self.tensors.of(head, batch), self.tails.of(tail, batch), strict=True)
+        return [torch.cat(halves, 2) for halves in both]
+
+    def _wait_for_tails(self) -> None:
+        if not self.tails.tensors:
+            self.tails = Parts(*self.pending.wait())
 
     def post_results(self, of: Callable[[Range], Sequence[Tensor]]) -> None:
         """Send what was computed of the tail rows, ``of(rows)``, to the rank they came from."""
         if self.swapped:
-            if self.tails is None:
-                self.tails = self.pending.wait()
+            self._wait_for_tails()
             self.pending = self._swap(of((self.half, self.length)), (0, self.length - self.half))
 
     def results(self, of: Callable[[Range], Sequence[Tensor]]) -> Sequence[Tensor]:

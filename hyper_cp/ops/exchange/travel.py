@@ -9,32 +9,38 @@ was sent out of them has left, so that a ring holds two blocks: one that is bein
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...mesh.comm import Axis, Pending
+from ...mesh.comm import Axis, Message, Pending
 from ...schedule.moves import HOME, Move, Transfers
 from ..kernels.partials import like_queries
 from .codec import Codec
 
 
 class _Buffer:
-    """Rows, and the tensors that they are, made once."""
+    """Rows, and the tensors and the messages that they are, made once."""
 
-    __slots__ = ("codec", "rows", "shown")
+    __slots__ = ("codec", "messages", "rows", "shown")
 
     def __init__(self, rows: Tensor, codec: Codec) -> None:
         self.rows, self.codec = rows, codec
         self.shown: Sequence[Tensor] = ()
+        self.messages: dict[int, Message] = {}
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         self.shown = self.shown or self.codec.unpack(self.rows)
         return self.shown
+
+    def message(self, peer: int) -> Message:
+        """The message that takes these rows to a rank, or brings them from it."""
+        found = self.messages.get(peer)
+        if found is None:
+            found = self.messages[peer] = Message(self.rows, peer)
+        return found
 
 
 class _Parcel:
@@ -87,8 +93,8 @@ class Travel:
         self.axis, self.transfers, self.own, self.sums, self.wire = axis, transfers, (k, v), sums, wire
         self.codec, self.keys_only = Codec(k, v), keys_only
         self.differentiated = (k, v[..., :0]) if keys_only else self.own
-        self._of_sums = Codec(*self.differentiated)
-        self._onward = Counter(move.source for move in transfers.moves)  # moves that a block has still to leave with
+        self._of_sums = Codec(*self.differentiated) if keys_only else self.codec
+        self._dtype = k.dtype if sums is None else sums
         self._blocks: dict[int, _Buffer] = {}
         self._gradients: dict[int, _Buffer] = {}
         self._arriving: dict[int, _Parcel] = {}
@@ -97,7 +103,7 @@ class Travel:
         self._free: dict[tuple[torch.Size, torch.dtype], list[_Buffer]] = {}
         self.home: Sequence[Tensor] = ()
         if sums is not None and transfers.moves:
-            self._gradients[HOME] = self._zeros(k.shape[2], sums)
+            self._gradients[HOME] = self._zeros(k.shape[2])
             self.home = self._gradients[HOME].tensors
         elif sums is not None:
             self.home = [like_queries(x, x.shape[3], sums).zero_() for x in self.differentiated]
@@ -135,7 +141,7 @@ class Travel:
     def _keys_and_gradients(self, block: int) -> tuple[Sequence[Tensor], Gradients | None]:
         if block == HOME:
             return self.own, None if self.sums is None else lambda late: self.home
-        keys = self._blocks[block] if self._onward[block] else self._blocks.pop(block)
+        keys = self._blocks[block] if block in self.transfers.sent_on else self._blocks.pop(block)
         shown, dtype = keys.tensors, self.own[0].dtype
         if keys.rows.dtype != dtype:
             shown = [x.to(dtype) for x in shown]
@@ -149,21 +155,18 @@ class Travel:
         total = self._gradients.get(block)
         if total is None:
             total = self._arrived_sum(block) if late else None
-            total = self._gradients[block] = total or self._zeros(self._lengths[block], cast(torch.dtype, self.sums))
+            total = self._gradients[block] = total or self._zeros(self._lengths[block])
         return total
 
     def _arrived_sum(self, block: int) -> _Buffer | None:
         """The sum of other ranks, of which this rank's is to be a part, if it is there for every row of a block."""
-        gradient = self.transfers.added_to.get(block)
+        gradient = self.transfers.becomes.get(block)
         parcel = None if gradient is None else self._returning.get(gradient)
-        if parcel is None or parcel.into is None:
-            return None
-        rows = self.transfers.gradient_moves[cast(int, gradient)].rows
-        if len(rows.ranges) > 1 or rows.length != self._lengths[block]:
+        if parcel is None:
             return None
         arrived, parcel.taken = parcel.wait(), True
         self._release(parcel.sent)
-        return self._in_dtype(arrived, cast(torch.dtype, self.sums))
+        return self._in_dtype(arrived, self._dtype)
 
     def _in_dtype(self, buffer: _Buffer, dtype: torch.dtype) -> _Buffer:
         """A buffer of this rank's own, in a dtype."""
@@ -177,27 +180,20 @@ class Travel:
     # ----------------------------------------------------------------------- transfers
 
     def _post(self, block: int | None, gradient: int | None) -> None:
-        parcels = []
+        pairs: list[tuple[_Parcel, Message, Message]] = []
         if block is not None:
             move = self.transfers.moves[block]
-            parcels.append(self._parcel(move, self._leaving(move)))
-            self._arriving[block] = parcels[-1]
+            self._arriving[block] = self._parcel(move, self._leaving(move), pairs)
         if gradient is not None:
-            move = self.transfers.gradient_moves[gradient].transposed
             total = self._total(gradient, late=True)  # no tile used it, if there is none yet
-            parcels.append(self._parcel(move, self._in_dtype(total, self._on_wire(total.rows.dtype))))
             del self._gradients[gradient]
-            self._returning[gradient] = parcels[-1]
-        sends, receives = [], []
-        for parcel in parcels:
-            if parcel.into is not None:
-                to, origin = parcel.move.peers
-                sends.append((parcel.sent.rows, to))
-                receives.append((parcel.into.rows, origin))
-        if sends:  # pairs leave in one batch
+            sent = self._in_dtype(total, self._on_wire(self._dtype))
+            self._returning[gradient] = self._parcel(self.transfers.gradient_moves[gradient].transposed, sent, pairs)
+        if pairs:  # they leave in one batch
+            parcels, sends, receives = zip(*pairs, strict=True)
             pending = self.axis.send_recv(sends, receives)
             for parcel in parcels:
-                parcel.pending = parcel.pending or pending
+                parcel.pending = pending
 
     def _leaving(self, move: Move) -> _Buffer:
         """The rows that leave with a move of keys."""
@@ -207,10 +203,13 @@ class Travel:
         rows = move.rows.take(block.rows, 0)
         return block if rows is block.rows else _Buffer(rows, self.codec)
 
-    def _parcel(self, move: Move, sent: _Buffer) -> _Parcel:
-        """Rows that leave: at once, but those of a pair."""
+    def _parcel(self, move: Move, sent: _Buffer, pairs: list[tuple[_Parcel, Message, Message]]) -> _Parcel:
+        """Rows that leave: at once, but those of a pair, which are added to ``pairs`` with their messages."""
         if move.pattern == "pair":
-            return _Parcel(move, sent, self._room(sum(move.received), sent.rows.dtype, sent.codec))
+            into, (to, origin) = self._room(move.rows.length, sent.rows.dtype, sent.codec), move.peers
+            parcel = _Parcel(move, sent, into)
+            pairs.append((parcel, sent.message(to), into.message(origin)))
+            return parcel
         if move.pattern == "all":
             return _Parcel(move, sent, pending=self.axis.all_gather(sent.rows, own=False))
         if move.pattern == "sum" and sent.rows.dtype != self.sums:  # a reduce-scatter would add in the narrow dtype
@@ -223,11 +222,11 @@ class Travel:
     def _arrive(self, block: int) -> None:
         parcel = self._arriving.pop(block)
         self._blocks[block], source = parcel.wait(), parcel.move.source
-        self._onward[source] -= 1
-        if source != HOME and not self._onward[source]:
+        if source == HOME:
+            if parcel.into is not None:
+                self._release(parcel.sent)
+        elif self.transfers.sent_on[source] == block:
             self._release(self._blocks.pop(source))
-        elif source == HOME and parcel.into is not None:
-            self._release(parcel.sent)
 
     def _add(self, gradient: int) -> None:
         """Add the gradients that have come back to those of the keys that they are gradients of."""
@@ -260,9 +259,9 @@ class Travel:
         free = self._free.get((size, dtype))
         return free.pop() if free else _Buffer(self.own[0].new_empty(size, dtype=dtype), codec)
 
-    def _zeros(self, length: int, dtype: torch.dtype) -> _Buffer:
+    def _zeros(self, length: int) -> _Buffer:
         """Room for the sums of gradients."""
-        found = self._room(length, dtype, self._of_sums)
+        found = self._room(length, self._dtype, self._of_sums)
         found.rows.zero_()
         return found
 

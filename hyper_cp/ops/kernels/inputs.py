@@ -76,10 +76,10 @@ class TileInputs:
         dlse = None if self.dlse is None else part(self.dlse, rows)
         tensors = part(self.q, rows), part(self.k, cols), part(self.v, cols)
         selected = None if self.selected is None else self.selected.rectangle(rows, cols)
-        found = TileInputs(*tensors, band, self.scale, mask, None, keep, score, dlse, selected, self.joint)
-        found.largest = None if self.largest is None else part(self.largest, rows)
-        found.recurring = self.recurring
-        return found
+        largest = None if self.largest is None else part(self.largest, rows)
+        return TileInputs(
+            *tensors, band, self.scale, mask, None, keep, score, dlse, selected, self.joint, largest, self.recurring
+        )
 
     def raise_largest(self, logits: Tensor) -> None:
         """Raise ``largest``, if it is asked for, to the logits [B, H, Sq, *] of the tile, -inf where hidden."""

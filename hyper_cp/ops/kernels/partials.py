@@ -7,6 +7,8 @@ queries merge as ``out = out_a * (1 - w) + out_b * w`` with ``w = sigmoid(lse_b 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,29 @@ def part(x: Tensor, rows: Range, batch: Range | None = None) -> Tensor:
     return x if stop - start == x.shape[2] else x.narrow(2, start, stop - start)
 
 
+class Parts:
+    """Parts of tensors ``[B, H, S, ...]``. Each is made once: the steps of a call ask for the same few again."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self._made: dict[tuple[Range, Range | None], Sequence[Tensor]] = {}
+
+    def of(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
+        """:func:`part` of each tensor."""
+        found = self._made.get((rows, batch))
+        if found is None:
+            found = self._made[rows, batch] = [part(x, rows, batch) for x in self.tensors]
+        return found
+
+
 def empty_partial(q: Tensor, head_dim: int, dtype: torch.dtype, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The partial of queries that see nothing."""
     return like_queries(q, head_dim, dtype).zero_(), q.new_full(q.shape[:3], -torch.inf, dtype=lse_dtype)
+
+
+def weights_of(logits: Tensor, lse: Tensor) -> Tensor:
+    """Weights of logits. A row that sees nothing has lse = -inf: its weights are zero, not NaN."""
+    return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,27 +94,26 @@ class Partials:
         self._q, self._head_dim, self._sinks = q, head_dim, sinks
         self._dtype = accumulation_dtype(q.dtype)
         self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=self._dtype) if with_largest else None
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._total: Parts | None = None
 
     def add(self, rows: Range, batch: Range | None, out: Tensor, lse: Tensor) -> None:
         """Merge the partial of a range of queries. Takes over ``out`` and ``lse``, which the kernel
         made for this call: they may become the accumulators."""
-        if self._out is None and batch is None and rows[1] - rows[0] == self._q.shape[2]:
-            self._out, self._lse = _cast(out, self._dtype), _cast(lse, self._dtype)
+        if self._total is None and batch is None and rows[1] - rows[0] == self._q.shape[2]:
+            self._total = Parts(_cast(out, self._dtype), _cast(lse, self._dtype))
             return
-        total, total_lse = self._accumulators()
-        merge(part(total, rows, batch), part(total_lse, rows, batch), out, lse)
+        total, total_lse = self._sums(rows, batch)
+        merge(total, total_lse, out, lse)
 
-    def _accumulators(self) -> tuple[Tensor, Tensor]:
-        if self._out is None or self._lse is None:
-            self._out, self._lse = empty_partial(self._q, self._head_dim, self._dtype, self._dtype)
-        return self._out, self._lse
+    def _sums(self, rows: Range, batch: Range | None = None) -> Sequence[Tensor]:
+        if self._total is None:
+            self._total = Parts(*empty_partial(self._q, self._head_dim, self._dtype, self._dtype))
+        return self._total.of(rows, batch)
 
     def result(self, rows: Range) -> tuple[Tensor, ...]:
         """The output of a range of queries in their dtype, and its log-sum-exp (and its largest logits, if they are
         asked for) in the accumulation dtype."""
-        out, lse = (part(x, rows) for x in self._accumulators())
+        out, lse = self._sums(rows)
         if self._sinks is not None:
             # One more partial of every row: its value is zero, its log-sum-exp the sink of the head.
             sinks = self._sinks.to(self._dtype).view(1, -1, 1)
@@ -107,21 +128,24 @@ class RowSum:
 
     def __init__(self, like: Tensor):
         self._like, self._dtype = like, accumulation_dtype(like.dtype)
-        self._total: Tensor | None = None
+        self._total: Parts | None = None
 
     def add(self, rows: Range, batch: Range | None, x: Tensor) -> None:
         """Add to a range of rows. Takes over ``x``."""
         if self._total is None and batch is None and rows[1] - rows[0] == self._like.shape[2]:
-            self._total = _cast(x, self._dtype)
+            self._total = Parts(_cast(x, self._dtype))
         else:
-            add(part(self.total(), rows, batch), x)
+            add(self._sum(rows, batch), x)
+
+    def _sum(self, rows: Range, batch: Range | None = None) -> Tensor:
+        if self._total is None:
+            self._total = Parts(like_queries(self._like, self._like.shape[3], self._dtype).zero_())
+        return self._total.of(rows, batch)[0]
 
     def total(self) -> Tensor:
         """The sum over all rows, in the accumulation dtype."""
-        if self._total is None:
-            self._total = like_queries(self._like, self._like.shape[3], self._dtype).zero_()
-        return self._total
+        return self._sum((0, self._like.shape[2]))
 
     def result(self, rows: Range) -> tuple[Tensor]:
         """The sum over a range of rows, in the dtype of ``like``."""
-        return (_cast(part(self.total(), rows), self._like.dtype),)
+        return (_cast(self._sum(rows), self._like.dtype),)

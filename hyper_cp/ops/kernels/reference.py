@@ -10,7 +10,7 @@ from torch import Tensor
 from ...schedule.tiles import FULL, Band
 from . import selected
 from .inputs import Rectangle, TileInputs, backward_each, forward_each, repeat_heads, sum_heads
-from .partials import accumulation_dtype
+from .partials import accumulation_dtype, weights_of
 
 
 def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor | None:
@@ -53,7 +53,7 @@ class ReferenceKernel:
         logits = _masked(logits if tile.score is None else tile.score(logits), tile)
         tile.raise_largest(logits)
         lse = torch.logsumexp(logits, dim=-1)
-        weights = _weights(logits, lse)
+        weights = weights_of(logits, lse)
         return (weights if tile.keep is None else weights * tile.keep) @ v, lse
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ class ReferenceKernel:
         logits, gradient = q @ k.mT * tile.scale, None
         if tile.score is not None:
             logits, gradient = tile.score.differentiated(logits)
-        kept = weights = _weights(_masked(logits, tile), lse.to(q.dtype))
+        kept = weights = weights_of(_masked(logits, tile), lse.to(q.dtype))
         delta = (dout * out).sum(-1, keepdim=True)
         if tile.dlse is not None:
             delta = delta - tile.dlse.unsqueeze(-1)
@@ -101,11 +101,6 @@ def _masked(logits: Tensor, tile: TileInputs) -> Tensor:
     if tile.band == FULL and tile.mask is None:
         return logits
     return logits + additive_mask(logits.shape[2], logits.shape[3], tile.band, tile.mask, logits)
-
-
-def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """A row that sees nothing has lse = -inf: its weights are zero, not NaN."""
-    return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
 
 
 KERNEL = ReferenceKernel()

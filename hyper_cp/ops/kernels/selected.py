@@ -18,7 +18,7 @@ from ...schedule.build import Step
 from ...schedule.ranges import Range, placed
 from ...schedule.tiles import FULL, Band, Tile, shift
 from .inputs import Rectangle, TileInputs, at_once, forward_each
-from .partials import accumulation_dtype, empty_partial, like_queries, part
+from .partials import accumulation_dtype, empty_partial, like_queries, part, weights_of
 
 GATHERED_AT_ONCE = 1 << 25
 """The most numbers of keys that are gathered at once."""
@@ -191,11 +191,7 @@ def _attend(tile: TileInputs) -> tuple[Tensor, Tensor]:
     logits = some.masked(some.scores if tile.score is None else tile.score(some.scores))
     tile.raise_largest(some.by_head(logits))
     lse = torch.logsumexp(logits, -1)
-    return some.by_head(_weights(logits, lse) @ some.values), some.by_head(lse)
-
-
-def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    return torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+    return some.by_head(weights_of(logits, lse) @ some.values), some.by_head(lse)
 
 
 def _differentiate(
@@ -207,7 +203,7 @@ def _differentiate(
         return
     dout, out, lse = (some.by_group(x) for x in (dout, out, lse))
     logits, pull = (some.scores, None) if tile.score is None else tile.score.differentiated(some.scores)
-    weights = _weights(some.masked(logits), lse)
+    weights = weights_of(some.masked(logits), lse)
     per_row = (dout * out).sum(-1)
     if tile.dlse is not None:
         per_row = per_row - some.by_group(tile.dlse)

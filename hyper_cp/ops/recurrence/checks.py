@@ -29,7 +29,7 @@ def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, documents: Any, name: st
     """The documents of a call as a table: those that are given, or those of the enclosing ``handler.documents`` block.
     (Callers inside the library hand over a :class:`CPMesh`, and have read the block already.)"""
     if documents is None and not isinstance(mesh, CPMesh):
-        return cp.batch.active_documents(name)
+        return cp.batch.documents_of_call(name)
     return packed.documents_table(documents)
 
 

@@ -7,8 +7,7 @@ message that holds what both directions need.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +17,14 @@ from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
-from ..settings import Settings
+from ..settings import read as read_settings
 from . import kernels
 from .chunked import Affine, Inputs
 from .segments import segments
 from .states import Passing
 
 
-@dataclass(frozen=True)
-class RecurrenceSettings(Settings):
+class RecurrenceSettings(NamedTuple):
     """Everything that the ops of recurrences need beside tensors."""
 
     layout: str
@@ -86,7 +84,7 @@ def with_final_state(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor]:
-    work = _Work(v, g, documents, RecurrenceSettings.read(settings))
+    work = _Work(v, g, documents, read_settings(RecurrenceSettings, settings))
     with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "forward"):
         nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
@@ -107,8 +105,8 @@ def recurrence_backward_op(
     settings: str,
 ) -> list[Tensor]:
     """Gradients of q, k, v, g and, if it is given, beta. ``mark``: the fingerprint of the documents of the inputs."""
-    check_recompute(documents, RecurrenceSettings.read(settings).mesh, mark)
-    work = _Work(v, g, documents, RecurrenceSettings.read(settings))
+    check_recompute(documents, read_settings(RecurrenceSettings, settings).mesh, mark)
+    work = _Work(v, g, documents, read_settings(RecurrenceSettings, settings))
     with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "backward"):
         nans.check(work.cp, "the gradient of the output, q, k, v, g, beta", dout, q, k, v, g, beta)
         inputs = work.inputs(q, k, v, g, beta)
@@ -136,7 +134,7 @@ def _(dout: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.documents, ctx.settings = inputs
     ctx.caller = caller()
-    ctx.save_for_backward(*tensors, fingerprint(ctx.documents, RecurrenceSettings.read(ctx.settings).mesh))
+    ctx.save_for_backward(*tensors, fingerprint(ctx.documents, read_settings(RecurrenceSettings, ctx.settings).mesh))
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import calling
 from ..checks import check_split
 from ..exchange.ulysses import Ulysses
+from ..settings import text
 from . import kernels
 from .checks import agree, check_layout_of, check_tensor, documents_of
 from .engine import RecurrenceSettings, recurrence_op, with_final_state
@@ -114,7 +115,7 @@ def linear_recurrence(
     agree(name, cp, layout, table, q, k, v, decay, beta, decay=decay)
     check_layout_of(name, cp, layout, table, v.shape[0], v.shape[1])
     q = q * scale if scale != 1.0 else q
-    settings = RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key).text()
+    settings = text(RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key))
     if exchanged and cp.ulysses.size > 1:
         todo = "(1 passes states instead, for any number of heads)"
         check_split(v.shape[2], "heads of states", cp, todo, f"{name}: ")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hyper_cp.mesh import cp_mesh
-from hyper_cp.mesh.batch_state import BatchState
-from hyper_cp.mesh.comm import Axis, Pending
+from benchmarks.device.ranks import Board, ThreadAxis, mesh_of
 from hyper_cp.mesh.cp_mesh import CPMesh
 from hyper_cp.ops import causal_conv1d, linear_recurrence
 from hyper_cp.schedule.documents import documents_table, read
@@ -21,52 +17,20 @@ from hyper_cp.schedule.lookup import resolve
 from tests.harness.recurrence_oracle import convolve, recur
 
 
-class Meeting:
-    """The place where the threads of a world exchange tensors."""
-
-    def __init__(self, world: int) -> None:
-        self.parts: list[Any] = [None] * world
-        self.barrier = threading.Barrier(world, timeout=60)
-        self.over = False
-
-    def gathered(self, rank: int, part: Tensor) -> Tensor:
-        self.parts[rank] = part
-        self.barrier.wait()
-        found = torch.cat(self.parts)
-        self.barrier.wait()
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class ThreadAxis(Axis):
-    """An axis whose ranks are threads; its group is their meeting."""
-
-    def alive(self) -> bool:
-        return not self.group.over
-
-    def all_gather(self, send: Tensor, own: bool = True) -> Pending:
-        return Pending([], self.group.gathered(self.rank, send), send)
-
-
 def over_threads(world: int, run: Any) -> list[Any]:
     """The results of ``run(mesh, rank)`` on all ranks."""
-    meeting, meshes = Meeting(world), []
-    for rank in range(world):
-        axis = ThreadAxis(rank, world, meeting)
-        mesh = CPMesh(f"thread {rank} of {world}", axis, Axis.alone(), (axis,), BatchState())
-        meshes.append(cp_mesh.register(mesh))
+    board = Board()
+    meshes = [mesh_of(ThreadAxis(rank, world, board), by_heads=False) for rank in range(world)]
 
     def work(rank: int) -> Any:
         try:
             return run(meshes[rank], rank)
         except BaseException:
-            meeting.barrier.abort()
+            board.broken.set()
             raise
 
     with ThreadPoolExecutor(world) as pool:
-        found = list(pool.map(work, range(world)))
-    meeting.over = True
-    return found
+        return list(pool.map(work, range(world)))
 
 
 def error(world: int, kind: str, layout: str, length: int, documents: list[list[int]] | None) -> float:

@@ -1,0 +1,96 @@
+"""Images in the source of encoder-decoders: Florence 2, and BLIP-2 and InstructBLIP with T5. Logits and every gradient
+are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import hf_by_hand
+from tests.harness.hf_images import IMAGE, VOCABULARY, batch_of, tiny
+from tests.harness.hf_models import InDouble
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+from tests.integrations.test_images import RING, ULYSSES, prepared, worst
+
+pytest.importorskip("transformers")
+
+T5 = {
+    **{"model_type": "t5", "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 2},
+    **{"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+}
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 16, "patch_size": 4},
+}
+LENGTH = 19
+"""Tokens of the target: another number than those of the source, and none that the ranks divide."""
+
+
+def translated(model: Any, inside: str = "") -> float:
+    """The largest error of logits, loss and gradients in Ulysses and in a ring. ``inside``: the part to prepare."""
+    from hyper_cp import ContextParallel, ContextParallelHandler
+    from hyper_cp.integrations.transformers import prepare_model
+    from tests.harness.attention_case import cp_mesh
+
+    with InDouble():
+        batch, alone, found = batch_of(model), copy.deepcopy(model), []
+        batch["labels"] = torch.randint(3, 50, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+        batch["labels"][1, -4:] = -100
+        want = alone(**batch)
+        want.loss.backward()
+    for mode in (RING, ULYSSES):
+        made, mesh, style = copy.deepcopy(model), cp_mesh(), ContextParallel(**mode)
+        prepare_model(made.get_submodule(inside), mesh, style=style)
+        with InDouble():
+            output = made(**batch)
+            output.loss.backward()
+        logits = ContextParallelHandler(mesh, style).combine(output.logits.detach(), 1, length=LENGTH)
+        loss = sum_over_ranks(output.loss.detach())[0] / mesh.size()
+        found += [relative_error(logits, want.logits.detach()), relative_error(loss, want.loss.detach())]
+        found += worst(made, alone).values()
+    return max(found)
+
+
+def with_t5(kind: str) -> Any:
+    import transformers as hf
+
+    name = kind.replace("-", "_")
+    parts = {
+        "text_config": T5,
+        "vision_config": VISION,
+        "qformer_config": {"model_type": f"{name}_qformer", **hf_by_hand.QFORMER},
+    }
+    config = hf.CONFIG_MAPPING[kind](**parts, num_query_tokens=4, image_token_index=IMAGE)
+    classes = {"blip-2": hf.Blip2ForConditionalGeneration, "instructblip": hf.InstructBlipForConditionalGeneration}
+    torch.manual_seed(7)
+    model = classes[kind](config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    return model
+
+
+@on_ranks
+def florence() -> float:
+    return translated(tiny("florence2"))
+
+
+def test_images_in_the_source_are_exact(ranks: Any) -> None:
+    assert max(ranks(2, florence)) <= 1e-9
+
+
+@on_ranks
+def blip(kind: str) -> tuple[float, str]:
+    model = with_t5(kind)
+    return translated(model, "language_model"), error_of(lambda: prepared(model, **RING))
+
+
+@pytest.mark.parametrize("kind", ["blip-2", "instructblip"])
+def test_an_encoder_decoder_inside_is_prepared_by_itself(ranks: Any, kind: str) -> None:
+    for error, refusal in ranks(2, blip, kind):
+        assert error <= 1e-9
+        assert "ForConditionalGeneration gives rows of images to an encoder-decoder, T5For" in refusal
