@@ -175,7 +175,7 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     make this call, in the same order, as for every collective. Ranks outside the mesh need not.
     """
     if torch.compiler.is_compiling():  # a graph cannot depend on the identity of an object
-        return _view(mesh, ulysses_degree)
+        return by_key(_key_of_view(mesh, ulysses_degree))
     if ulysses_degree is None or type(ulysses_degree) is int:
         kept = _VIEWS.get((id(mesh), ulysses_degree))
         if kept is not None and kept[0]() is mesh and kept[1].alive():
@@ -185,6 +185,11 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
         _VIEWS.clear()
     _VIEWS[id(mesh), ulysses_degree] = weakref.ref(mesh), cp
     return cp
+
+
+@torch.compiler.assume_constant_result  # traced, ranks may be symbolic, and a new view is kept after the graph has run
+def _key_of_view(mesh: DeviceMesh, ulysses_degree: int | None) -> str:
+    return _view(mesh, ulysses_degree).key
 
 
 def whole_view(mesh: DeviceMesh | CPMesh) -> CPMesh:

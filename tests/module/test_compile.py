@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
-from hyper_cp.ops import SAVE_LIST
+from hyper_cp.ops import SAVE_LIST, attention, causal_conv1d
 from hyper_cp.ops.recurrence.engine import RecurrenceSettings
 from hyper_cp.ops.recurrence.kernels import choose
 from hyper_cp.ops.settings import text
@@ -271,3 +271,31 @@ def test_activation_checkpointing_recomputes_with_context_parallelism(ranks: Any
         for mode, (worst, full, selective) in zip(modes, found, strict=True):
             assert worst <= 1e-12, mode
             assert selective < full, f"{mode}: saved ops communicate again in the recompute"
+
+
+@on_ranks
+def first_calls(dynamic: bool | None) -> float:
+    """The worst error of compiled functions, of which the first is the first call on its mesh."""
+    mesh, worst = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), 0.0
+    weight = torch.ones(8, 3, dtype=torch.float64)
+
+    def convolved(x: Tensor) -> Tensor:
+        return causal_conv1d(x.mT, weight, mesh=mesh)
+
+    def attended(x: Tensor) -> Tensor:
+        q = x.unflatten(2, (2, 4)).transpose(1, 2)
+        return attention(q, q, q, mesh=mesh, is_causal=True)
+
+    for function in (convolved, attended):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for length in (4, 6):
+            x = torch.randn(1, length, 8, dtype=torch.float64)
+            worst = max(worst, relative_error(compiled(x), function(x)))
+    return worst
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_first_call_on_a_mesh_may_be_compiled(ranks: Any, dynamic: bool | None) -> None:
+    """Before, Dynamo could not sort the ranks of the mesh, and the graph ran before its mesh was registered."""
+    assert max(ranks(2, first_calls, dynamic)) <= 1e-12
