@@ -42,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "all-gather, load_balance": {"load_balance": True},
     "ring": RING,
     "needed": {"kv_exchange": "needed"},
+    "needed, 1 stage": {"kv_exchange": "needed", "exchange_stages": 1},
     "Ulysses": {"ulysses_degree": None},
     "hybrid, 2 x ring": {**RING, "ulysses_degree": 2},
 }
