@@ -51,11 +51,9 @@ class ContextParallelHandler(Shares):
     """
 
     def __init__(self, mesh: DeviceMesh, style: ContextParallel | str) -> None:
-        if not isinstance(style, (ContextParallel, str)):
-            raise TypeError(
-                f"style is a {type(style).__name__}. It says which positions each rank holds. Pass the ContextParallel "
-                f"style of the model, or the name of a layout: {', '.join(map(repr, layouts.LAYOUTS))}"
-            )
+        names = ", ".join(map(repr, layouts.LAYOUTS))
+        todo = f"Pass the ContextParallel style of the model, or the name of a layout: {names}"
+        check_type("style", style, (ContextParallel, str), f"It says which positions each rank holds. {todo}")
         self.style = None if isinstance(style, str) else style
         settings = (style, False) if isinstance(style, str) else (style.mode.layout, style.mode.load_balance)
         super().__init__(mesh, *settings)

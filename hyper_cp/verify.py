@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from .data.loss import check_gradients
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
+from .mesh.arguments import check_amount, check_type
 from .mesh.family import split_cp_mesh
 from .module.mesh_binding import bindings
 from .schedule.layout import check_layout
@@ -86,9 +87,8 @@ def verify(
     """
     style = _checked(model, mesh, loss_fn, gradients, layout)
     for name, value in (("rtol", rtol), ("atol", atol)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < math.inf):
-            raise ValueError(f"{name}={value!r} is not a tolerance. It must be a number, not negative. Leave it out")
+        if value is not None:
+            check_amount(name, value, "It is a tolerance, with a default for each dtype if it is left out", zero=True)
     alone = split_cp_mesh(mesh, [1]).cp(1)
     runs = Runs(model, mesh, alone, batch, style, loss_fn, average=loss_fn is None or gradients == "mean")
     parallel = runs.parallel()
@@ -109,24 +109,16 @@ def _checked(
     model: nn.Module, mesh: DeviceMesh, loss_fn: Any, gradients: str, layout: str | None
 ) -> ContextParallel | str:
     """Check all that can be checked before the runs. Return the style of the model's modules, or a layout."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}. The outputs of its modules are compared. Pass an nn.Module"
-        )
+    check_type("model", model, nn.Module, "The outputs of its modules are compared. Pass an nn.Module")
     cp_mesh.check_mesh(mesh)
     if mesh.size() < 2:
         raise ValueError(
             f"mesh has {mesh.size()} rank. There is nothing to compare without a second one. Pass a cp mesh of two or "
             "more ranks"
         )
-    if gradients not in ("mean", "sum"):
-        raise ValueError(
-            f'gradients={gradients!r} is unknown. It names your reduction over the cp ranks. Use "mean" or "sum"'
-        )
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn is a {type(loss_fn).__name__}. It is called as loss_fn(model, batch, handler). Pass a function"
-        )
+    check_gradients(gradients)
+    todo = "It is called as loss_fn(model, batch, handler). Pass a function"
+    check_type("loss_fn", loss_fn, (Callable, type(None)), todo)
     found = bindings(model)
     if not found:
         if loss_fn is None:

@@ -6,15 +6,13 @@ Pure Python, no tensors, no communication: every rank computes the same plan fro
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from numbers import Real
 from typing import Any
 
-from ..mesh.arguments import check_int
+from ..mesh.arguments import check_amount, check_int, check_type
 from ..mesh.cp_mesh import divisors
 from ..mesh.family import MeshFamily
 from ..schedule import layout as layouts
@@ -55,11 +53,8 @@ class CostModel:
             check_int(f"CostModel: windows[{number}][0]", window, _COUNT)
             values[f"windows[{number}][1]"] = seconds
         for name, value in values.items():
-            if not _finite(value) or value < 0:
-                raise ValueError(
-                    f"CostModel: {name}={value!r} must be a finite number of seconds, 0 or more. It is a part of the "
-                    "time of a step. Measure it, or use CostModel.of_transformer(...)"
-                )
+            why = "It is a part of the seconds of a step. Measure it, or use CostModel.of_transformer(...)"
+            check_amount(f"CostModel: {name}", value, why, zero=True)
         if not self.linear + self.quadratic:
             raise ValueError(
                 "CostModel: linear=0 and quadratic=0. Tokens would take no time, and all plans would cost the same. "
@@ -90,11 +85,8 @@ class CostModel:
         """
         given = {"parameters": parameters, "layers": layers, "hidden": hidden, "flops_per_second": flops_per_second}
         for name, value in given.items():
-            if not _finite(value) or value < 0 or (name == "flops_per_second" and value == 0):
-                raise ValueError(
-                    f"{name}={value!r} must be a finite number above 0 (a size may be 0). The time of a token follows "
-                    "from it. Pass the size of the model, and what one device computes in a second"
-                )
+            why = "The time of a token follows from sizes of the model, and from what a device computes in a second"
+            check_amount(name, value, why, zero=name != "flops_per_second")
         return cls(6 * parameters / flops_per_second, 14 * hidden * layers / flops_per_second, **more)
 
     def shared(self, tokens: int, lengths: Iterable[int], degree: int) -> float:
@@ -257,11 +249,8 @@ class DynamicContextParallel:
         slack: float = 0.02,
         in_steps: bool = False,
     ) -> None:
-        if not isinstance(cost, CostModel):
-            raise TypeError(
-                f"cost is a {type(cost).__name__}. Plans are compared by the seconds that it estimates. Pass a "
-                "CostModel, such as CostModel.of_transformer(...)"
-            )
+        todo = "Plans are compared by its seconds. Pass a CostModel, such as CostModel.of_transformer(...)"
+        check_type("cost", cost, CostModel, todo)
         if isinstance(family, MeshFamily):
             self.size, works = family.size, list(family.degrees)
         else:
@@ -278,11 +267,8 @@ class DynamicContextParallel:
                 f"each of its chunks in layout={layout!r}. Pass what fits into the memory of a device"
             )
         self.tokens_per_rank = tokens_per_rank
-        if not _finite(slack) or slack < 0:
-            raise ValueError(
-                f"slack={slack!r} must be a share of the step time, 0 or more. Plans that are slower by at most this "
-                "share count as equal. Pass 0.02, say"
-            )
+        why = "Plans that are slower by at most this share of the step time count as equal"
+        check_amount("slack", slack, why, zero=True)
 
     def capacity(self, degree: int) -> int:
         """Tokens of the longest sequence that ``degree`` ranks can hold."""
@@ -452,14 +438,6 @@ def _checked_degrees(degrees: Sequence[int] | None, size: int, works: list[int])
             "Each is the size of meshes into which the family divides. Leave out the others, or pass None for all"
         )
     return tuple(sorted(set(chosen)))
-
-
-def _finite(value: object) -> bool:
-    """True for a number that is finite as a float."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _listed(name: str, given: Iterable[int]) -> list[int]:

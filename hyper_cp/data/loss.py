@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..mesh.arguments import check_type, is_int
+from ..mesh.arguments import check_choice, check_type, is_int
 from ..mesh.batch_state import BatchState, Counted
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
@@ -76,11 +76,8 @@ def _replicated(losses: Tensor) -> Tensor:
 
 def check_gradients(gradients: str) -> None:
     """Raise ``ValueError`` for a reduction of gradients that is unknown."""
-    if gradients not in ("mean", "sum"):
-        raise ValueError(
-            f"gradients={gradients!r} is unknown. It says who reduces gradients after backward. Use "
-            '"mean" under DDP or FSDP, which average gradients, or "sum" if you all-reduce them with SUM'
-        )
+    why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
+    check_choice("gradients", gradients, ("mean", "sum"), why)
 
 
 class NoClass(ValueError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh.arguments import check_type
+from ..mesh.arguments import check_choice, check_type
 from ..mesh.failures import calling
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read, tokens_of
@@ -62,10 +62,7 @@ def pool(
 def _check(x: Any, reduce: Any, mask: Any) -> None:
     check_type("x", x, Tensor, "It has one value, or several, for each token of this rank. Pass a tensor [B, S/n, ...]")
     check_type("mask", mask, (Tensor, type(None)), "It says which tokens count. Pass a tensor [B, S/n], or None")
-    if reduce not in REDUCTIONS:
-        raise ValueError(
-            f"reduce={reduce!r} is unknown. The values of a document become one. Use {', '.join(map(repr, REDUCTIONS))}"
-        )
+    check_choice("reduce", reduce, REDUCTIONS, "The values of a document become one")
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(
             f"x has shape {tuple(x.shape)} and dtype {x.dtype}. It holds values of tokens in floating point. Pass "

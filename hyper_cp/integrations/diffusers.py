@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from .._torch import checkpoint
 from .._torch.modules import numbered_alike
 from ..data.collectives import by_rank, with_gradient_of
+from ..data.loss import check_gradients
 from ..handler import ContextParallelHandler
-from ..mesh.arguments import check_choice
 from ..module.attention_calls import AttentionRequest
 from ..module.dispatch_mode import current_call
 from ..module.mesh_binding import binding_of, bindings
@@ -267,8 +267,7 @@ def prepare_transformer(
             f"{mode.kv_exchange!r}. Attention of {name} is not causal, so work is balanced, and keys are split. Leave "
             "these out, but for the exchange"
         )
-    why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
-    check_choice("gradients", gradients, ("mean", "sum"), why)
+    check_gradients(gradients)
     _refuse_other_attention(transformer, family)
     _refuse_last_control(transformer)
     own = copy.copy(style)
@@ -359,7 +358,7 @@ class _Root:
                 f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
                 "image, and each rank holds a part of it. Leave them out"
             )
-        self.compare(given)
+        self.compare(type(module).__name__, given)
         self.compare_adapters(module)
 
     def compare_adapters(self, module: nn.Module) -> None:
@@ -374,28 +373,22 @@ class _Root:
                 found.place[1].compared.clear()
         self.parameters = names
 
-    def compare(self, inputs: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on every rank if the ranks hold other inputs. One small communication, once."""
+    def compare(self, caller: str, inputs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once."""
         if self.compared or torch.compiler.is_compiling():
             return
         self.compared = True
-        sums: list[Tensor] = []
-        names: list[str] = []
+        sums: dict[str, list[float]] = {}
 
         def add(name: str, x: Tensor) -> Tensor:
             if x.numel():
-                names.append(name)
-                sums.append(x.detach().double().sum() + x.detach().double().flatten()[0])
+                exact = x.detach().double().flatten()
+                sums.setdefault(name, []).append((exact.sum() + exact[0]).item())
             return x
 
         _mapped("", inputs, add)
-        rows = by_rank(self.handler.mesh, torch.stack([x.to(sums[0].device) for x in sums]))
-        differ = [name for name, column in zip(names, rows.unbind(1), strict=True) if bool((column != column[0]).any())]
-        if differ:
-            raise ValueError(
-                f"{', '.join(differ)} of the first forward differ between the ranks. They hold parts of one sequence, "
-                "so their inputs must be equal. Draw noise and batches with the same seed on all of them"
-            )
+        once = tuple((name, str(found)) for name, found in sums.items())
+        self.handler.cp.agree("batch", (), caller, once=once, always=True)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The output, whose loss is the same on every rank: of a sum over ranks each gives its n-th part."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..data.packing import take_documents
 from ..data.sharding import padded_table
 from ..handler import ContextParallelHandler
-from ..mesh.arguments import check_type
+from ..mesh.arguments import check_choice, check_type
 from ..mesh.cp_mesh import check_mesh
 from ..schedule.documents import read
 from ..schedule.layout import by_documents
@@ -69,19 +69,12 @@ def get_cp_handler_cls(
 
     Source: Megatron-LM's ``cp_comm_type`` and the factory of its pull request 2749.
     """
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend={backend!r} is unknown. Each backend runs this library's attention. Choose one of "
-            f"{', '.join(map(repr, BACKENDS))}"
-        )
+    check_choice("backend", backend, BACKENDS, "Each backend runs this library's attention")
     listed = isinstance(cp_comm_type, Sequence) and not isinstance(cp_comm_type, str)
     types: tuple[str, ...] = tuple(cp_comm_type) if listed else (cp_comm_type,)  # type: ignore[assignment]
     for comm_type in types or (cp_comm_type,):
-        if not isinstance(comm_type, str) or comm_type not in _KV_EXCHANGE:
-            raise ValueError(
-                f"cp_comm_type={comm_type!r} is unknown. It says how keys and values travel. Choose one of "
-                f"{', '.join(map(repr, COMM_TYPES))}, or a list of these with one per layer"
-            )
+        more = ", or a list of these with one per layer"
+        check_choice("cp_comm_type", comm_type, COMM_TYPES, "It says how keys and values travel", more)
     name = "".join(part.title() for part in types[0].replace("+", "_").split("_")) if len(set(types)) == 1 else "Mixed"
     members = {"cp_comm_types": types, "__doc__": _MegatronHandler.__doc__}
     return type(f"{name}ContextParallelHandler", (_MegatronHandler,), members)
@@ -100,11 +93,7 @@ class _MegatronHandler(ContextParallelHandler):
         **options: Any,
     ) -> None:
         check_mesh(mesh)
-        if not isinstance(qkv_format, str) or qkv_format not in _FORMATS:
-            raise ValueError(
-                f"qkv_format={qkv_format!r} is unknown. It names the order of the dimensions of q, k and v. Choose one "
-                f"of {', '.join(map(repr, _FORMATS))}"
-            )
+        check_choice("qkv_format", qkv_format, _FORMATS, "It names the order of the dimensions of q, k and v")
         fixed = [name for name in ("kv_exchange", "ulysses_degree", "seq_dim", "head_dim") if name in options]
         if fixed:
             raise ValueError(

@@ -29,6 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..handler import ContextParallelHandler
+from ..mesh.arguments import check_type
 from ..module.latents import LatentLayer
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.model import begin_call
@@ -90,11 +91,8 @@ def _flex(
         raise NotImplementedError(
             f"{name} is called with {', '.join(given)}. Context-parallel attention does not support it. Leave it out"
         )
-    if not isinstance(attention_masks, BlockMask):
-        raise TypeError(
-            f"{name} got attention_masks of type {type(attention_masks).__name__}. Without a BlockMask attention would "
-            "not be causal. Pass the one that the model makes of the positions of the whole sequence"
-        )
+    todo = "Pass the BlockMask that the model makes of the positions of the whole sequence"
+    check_type(f"{name}: attention_masks", attention_masks, BlockMask, f"Attention would not be causal. {todo}")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out: Any = flex_attention(q, k, v, score_mod, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
     return out.transpose(1, 2)

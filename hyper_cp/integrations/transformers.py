@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeGuard, cast
@@ -32,6 +32,7 @@ from ..data.collectives import by_rank
 from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
 from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
+from ..mesh.arguments import check_type
 from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
 from ..module.model import begin_call
@@ -48,7 +49,6 @@ from .huggingface.checks import (
     check_entries,
     check_ignored,
     check_inputs,
-    check_kind,
     check_model,
     check_padding,
     counts_mask,
@@ -190,7 +190,8 @@ def prepare_batch(
         labels_cross_documents: the last token of a document gets the label of the first of the next one. Default True,
             as in transformers' own loss on one device; with False it gets -100.
     """
-    check_kind(batch)
+    todo = 'It must hold the keyword arguments of the model. Pass a dict such as {"input_ids": ..., "labels": ...}'
+    check_type("batch", batch, Mapping, todo)
     entries = entries_of(handler, batch, debug)
     whole = _KeywordBatch(handler, entries)
     whole.read_padding()
@@ -257,11 +258,8 @@ def generate_with(
     kwargs = {name: x for name, x in kwargs.items() if name not in CACHES}
     compare(handler, input_ids, kwargs)
     cache = SplitModelCache(handler, model) if cache is None else cache
-    if not isinstance(cache, SplitModelCache):
-        raise TypeError(
-            f"past_key_values is a {type(cache).__name__}. Its keys are not split over the ranks. Pass the one that "
-            "generate(..., return_dict_in_generate=True) has returned, or leave it out"
-        )
+    todo = "Pass the one that generate(..., return_dict_in_generate=True) has returned, or leave it out"
+    check_type("past_key_values", cache, SplitModelCache, f"Its keys are not split over the ranks. {todo}")
     held, given = cache.get_seq_length(), 0 if input_ids is None else input_ids.shape[1]
     if held >= given > 0:
         raise ValueError(

@@ -77,7 +77,7 @@ _REMEDY = {
     "the parameters (DDP does). For parameters that differ on purpose, pass the names of their modules as "
     "ContextParallel(allow=...)",
     "batch": "The ranks of a cp mesh share one batch: give their data loaders the same seed and the same rank of data "
-    "parallelism, and pass whole batches to the handler, which splits them",
+    "parallelism, draw noise with one seed, and pass whole batches, which are split here",
     "number of process groups": "PyTorch names a new group after the number of groups that its rank is in, and "
     "ranks with other names never meet. Make the same number of groups with each rank of the cp mesh, or apply the "
     "styles before you make the others",

@@ -7,6 +7,7 @@ Callers give the second sentence (``why``), without its full stop. ``name`` may 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -63,6 +64,17 @@ def check_number(name: str, value: Any, why: str, todo: str, also: tuple[type, .
     if not is_number(value) and not (also and isinstance(value, also)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number. {why}. {todo}")
     return value
+
+
+def check_amount(name: str, value: object, why: str, *, zero: bool = False) -> None:
+    """Raise ``ValueError`` unless an argument is a finite number above 0, or 0 if ``zero``."""
+    try:
+        amount = float(value) if isinstance(value, Real) and is_number(value) else math.nan
+    except OverflowError:
+        amount = math.inf
+    if not 0 <= amount < math.inf or (amount == 0 and not zero):
+        kind = "a finite number of 0 or more" if zero else "a positive finite number"
+        raise ValueError(f"{name}={value!r} is not {kind}. {why}. Pass one")
 
 
 def check_sequence(name: str, value: Sequence[object], kind: type) -> None:

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
-from ..mesh.arguments import check_int, check_number
+from ..mesh.arguments import check_int, check_number, check_type
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, build, documents, tiles
 from ..schedule import layout as layouts
@@ -476,11 +476,8 @@ def _selected(
 
 def check_entries(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool) -> None:
     """Raise, before any communication, for what attention to two sources does not do."""
-    if not isinstance(entries, Entries):
-        raise TypeError(
-            f"{call.name}: entries is a {type(entries).__name__}. It must be pooled keys of the whole sequence. Pass "
-            "hyper_cp.ops.Entries(k, v, every=...)"
-        )
+    todo = "It holds pooled keys of the whole sequence. Pass hyper_cp.ops.Entries(k, v, every=...)"
+    check_type(f"{call.name}: entries", entries, Entries, todo)
     check_int("every", entries.every, "It is the number of tokens from one entry to the next")
     check_local(f"{call.name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     for name, x in (("k", entries.k), ("v", entries.v)):

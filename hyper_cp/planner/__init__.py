@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from ..mesh.arguments import check_amount, check_choice, check_int
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments
-from .cluster import Cluster, check_amount, check_count, cluster_of, with_measurements
+from .cluster import Cluster, cluster_of, with_measurements
 from .memory import CHECKPOINTING
 from .model import ModelShape, configuration, model_shape
 from .report import AS_FAST, PlanReport, explain
@@ -81,10 +82,9 @@ def plan(
     documents = _documents(sequence)
     length = documents.rows[0][-1]
     for name, value in {"gpus": gpus, "batch": batch, "shards": gpus if shards is None else shards}.items():
-        check_count(name, value, "Costs are per rank")
+        check_int(name, value, "Costs are per rank")
     check_amount("bytes_per_parameter", bytes_per_parameter, "Parameters take memory")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown. Bytes depend on it. Choose one of {', '.join(DTYPES)}")
+    check_choice("dtype", dtype, DTYPES, "Bytes depend on it")
     devices = cluster_of(cluster)
     devices = devices if measured is None else with_measurements(devices, measured)
     usable = devices.memory_gb * devices.memory_share if memory_gb is None else memory_gb
@@ -165,7 +165,7 @@ def _documents(sequence: int | Sequence[int]) -> PackedDocuments:
         raise ValueError("sequence=[] has no documents. There is nothing to plan. Pass at least one length")
     for number, value in enumerate(lengths):
         name = "sequence" if isinstance(sequence, int) else f"sequence[{number}]"
-        check_count(name, value, "It is a length in tokens")
+        check_int(name, value, "It is a length in tokens")
     return PackedDocuments([list(accumulate(lengths, initial=0))])
 
 
@@ -173,7 +173,7 @@ def _sizes(gpus: int, cp_size: int | None) -> list[int]:
     """The cp sizes to plan for."""
     if cp_size is None:
         return [n for n in range(1, gpus + 1) if gpus % n == 0]
-    if check_count("cp_size", cp_size, "It is a number of ranks") > gpus or gpus % cp_size:
+    if check_int("cp_size", cp_size, "It is a number of ranks") > gpus or gpus % cp_size:
         raise ValueError(
             f"cp_size={cp_size} does not divide gpus={gpus}. All ranks form groups of that size. Choose a divisor"
         )
@@ -184,7 +184,7 @@ def _degrees(shape: ModelShape, degree: int | None, sizes: list[int]) -> list[in
     """The Ulysses degrees to plan for."""
     if degree is None:
         return [d for d in range(1, max(sizes) + 1) if shape.heads % d == 0]
-    check_count("ulysses_degree", degree, "It is a number of ranks")
+    check_int("ulysses_degree", degree, "It is a number of ranks")
     if shape.heads % degree:
         raise ValueError(
             f"ulysses_degree={degree} does not divide the {shape.heads} query heads. Each rank attends equally many "
@@ -201,12 +201,7 @@ def _degrees(shape: ModelShape, degree: int | None, sizes: list[int]) -> list[in
 def _chosen(name: str, value: Any, known: Sequence[str]) -> Sequence[str]:
     if value is None:
         return tuple(known)
-    if value not in known:
-        raise ValueError(
-            f"{name}={value!r} is not planned for. Its cost is unknown. Choose one of {', '.join(known)}, or None for "
-            "all of them"
-        )
-    return (value,)
+    return (check_choice(name, value, known, "The cost of others is not known", ", or None for all of them"),)
 
 
 def _nothing(length: int, sizes: list[int], degrees: list[int], names: Sequence[str], cp_size: int | None) -> str:

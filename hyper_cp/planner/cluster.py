@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from ..mesh.arguments import check_amount, check_int
+
 GIGA = 1e9
-
-
-def check_count(name: str, value: Any, why: str) -> int:
-    """Return ``value`` if it is a positive int, else raise ``ValueError``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a positive int. {why}. Pass a whole number of at least 1")
-    return value
-
-
-def check_amount(name: str, value: Any, why: str) -> float:
-    """Return ``value`` as a float if it is a positive finite number, else raise ``ValueError``."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise ValueError(f"{name}={value!r} is not a positive number. {why}. Pass a finite number above 0")
-    return float(value)
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
-        check_count("gpus_per_host", self.gpus_per_host, "Ranks are put on hosts in order")
+        check_int("gpus_per_host", self.gpus_per_host, "Ranks are put on hosts in order")
         for field in fields(self):
             if field.type == "float":
                 check_amount(field.name, getattr(self, field.name), f"It is a property of the cluster {self.name!r}")
@@ -227,7 +213,8 @@ def with_measurements(cluster: Cluster, measured: Any) -> Cluster:
         )
     found = {name: content[name] for name in MEASURED if content.get(name) is not None}
     for name, value in found.items():
-        (check_count if name == "gpus_per_host" else check_amount)(name, value, f"It was measured, says {where}")
+        check = check_int if name == "gpus_per_host" else check_amount
+        check(name, value, f"It was measured, says {where}")
     # A bandwidth that was reached is not reduced once more: the share of links becomes 1, so those that were not
     # measured are reduced here.
     numbers: dict[str, Any] = {

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..mesh.arguments import check_choice, check_int
 from ..schedule.choices import heads_after_sharing
-from .cluster import check_count, read_object
+from .cluster import read_object
 
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
@@ -131,12 +132,8 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "vocabulary"):
-            check_count(name, getattr(self, name), "It is a size of the model")
-        if self.norm not in NORMS:
-            raise ValueError(
-                f"norm={self.norm!r} is unknown. It decides how much is saved for backward. Choose one of "
-                f"{', '.join(NORMS)}"
-            )
+            check_int(name, getattr(self, name), "It is a size of the model")
+        check_choice("norm", self.norm, NORMS, "It decides how much is saved for backward")
         if not self.head_dim and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} does not split over heads={self.heads}. Without head_dim, a head has width / "
@@ -153,7 +150,7 @@ class ModelShape:
             derived |= selecting if self.indexer_heads or self.indexer_dim or self.indexers else {"topk": 0}
         for name, value in derived.items():
             object.__setattr__(self, name, getattr(self, name) or value)
-            check_count(name, getattr(self, name), "It is a size of the model")
+            check_int(name, getattr(self, name), "It is a size of the model")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}. Each key/value head serves equally "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..data.dynamic import CostModel
+from ..mesh.arguments import check_int
 from . import plan
-from .cluster import Cluster, check_count, cluster_of, with_measurements
+from .cluster import Cluster, cluster_of, with_measurements
 from .model import configuration, model_shape
 from .timeline import BACKWARD
 
@@ -52,8 +53,8 @@ def cost_model(
     Source: costs per sample that are quadratic in its length follow FlexSP (arXiv 2412.01523) and ByteScale
     (2502.21231); the numbers are the planner's.
     """
-    check_count("tokens_per_rank", tokens_per_rank, "It is the budget of a micro-batch")
-    check_count("degree", degree, "It is a number of ranks")
+    check_int("tokens_per_rank", tokens_per_rank, "It is the budget of a micro-batch")
+    check_int("degree", degree, "It is a number of ranks")
     config = configuration(model)
     shape, devices = model_shape(config), cluster_of(cluster)
     devices = devices if measured is None else with_measurements(devices, measured)

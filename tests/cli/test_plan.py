@@ -50,7 +50,7 @@ def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ([*SIZES, "--gpus", "2"], "says how long the sequence"),
         ([*SIZES, "--documents", "1,x", "--gpus", "2"], "cannot be read"),
         ([*SIZES, "--sequence", "1K", "--gpus", "2", "--cluster", "abacus"], "unknown profile"),
-        ([*SIZES, "--sequence", "1K", "--gpus", "2", "--tflops", "-1"], "not a positive number"),
+        ([*SIZES, "--sequence", "1K", "--gpus", "2", "--tflops", "-1"], "not a positive finite number"),
         ([*SIZES, "--sequence", "1K", "--gpus", "2", "--rows", "0"], "--rows 0 is not a positive number"),
         ([*SIZES, "--sequence", "1K", "--gpus", "2", "--plot", "plan.xyz"], "--plot plan.xyz has no ending of a pict"),
         ([*SIZES, "--documents", "0,512,1024", "--gpus", "2"], "Pass the differences: 512,512"),

@@ -218,9 +218,9 @@ def test_wrong_arguments_are_named() -> None:
     raises(r"degrees=\[1, 3\] must be among .* 4 ranks: 1, 2, 4 \(3 is not\)\. Each is", 4, 1000, COST, degrees=[1, 3])
     raises(r"degrees=\[\] must be among", 4, 1000, COST, degrees=[])
     raises(r"layout='zigzag' is unknown", 4, 1000, COST, layout="zigzag")
-    raises(r"slack=-1 must be a share of", 4, 1000, COST, slack=-1)
+    raises(r"slack=-1 is not a finite number of 0 or more. .* this share of", 4, 1000, COST, slack=-1)
     raises(r"cost is a float. .* Pass a CostModel", 4, 1000, 1.0, error=TypeError)
-    with pytest.raises(ValueError, match=r"linear=-1 must be a finite number"):
+    with pytest.raises(ValueError, match=r"linear=-1 is not a finite number of 0 or more"):
         CostModel(-1, 0)
     with pytest.raises(ValueError, match="linear=0 and quadratic=0"):
         CostModel(0, 0)

@@ -106,7 +106,8 @@ def diffusion_refused() -> list[tuple[str, str]]:
     prepare_transformer(second, mesh, style=ring)
     few = {**inputs, "hidden_states": inputs["hidden_states"][:, :1], "img_ids": inputs["img_ids"][:1]}
     calls = {
-        "ValueError: hidden_states of the first forward differ between the ranks": lambda: other(**noise),
+        "ValueError: FluxTransformer2DModel: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) split batches "
+        "that differ in hidden_states: ranks [1] have": lambda: other(**noise),
         "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or a c": lambda: cached(**inputs),
         "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples": lambda: prepared(
             **inputs, controlnet_block_samples=[inputs["hidden_states"]]

@@ -176,28 +176,28 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("sequence=100003 tokens do not split over cp_size=8", {"sequence": 100003, "cp_size": 8}),
     ("cp_size=3 does not divide gpus=8", {"cp_size": 3}),
     ("cp_size=16 does not divide gpus=8", {"cp_size": 16}),
-    ("gpus=0 is not a positive int", {"gpus": 0}),
-    ("gpus=2.5 is not a positive int", {"gpus": 2.5}),
-    ("memory_gb=-80.0 is not a positive number", {"memory_gb": -80.0}),
+    ("gpus=0 must be a positive int", {"gpus": 0}),
+    ("gpus=2.5 must be a positive int", {"gpus": 2.5}),
+    ("memory_gb=-80.0 is not a positive finite number", {"memory_gb": -80.0}),
     ("cluster='h1000' is an unknown profile", {"cluster": "h1000"}),
-    ("kv_exchange='replicated' is not planned for", {"kv_exchange": "replicated"}),
-    ("layout='zigzag' is not planned for", {"layout": "zigzag"}),
-    ("checkpointing='some' is not planned for", {"checkpointing": "some"}),
+    ("kv_exchange='replicated' is unknown", {"kv_exchange": "replicated"}),
+    ("layout='zigzag' is unknown", {"layout": "zigzag"}),
+    ("checkpointing='some' is unknown", {"checkpointing": "some"}),
     ("dtype='int4' is unknown", {"dtype": "int4"}),
-    ("batch=-1 is not a positive int", {"batch": -1}),
-    ("sequence=-8 is not a positive int", {"sequence": -8}),
-    (r"sequence\[1\]=0 is not a positive int", {"sequence": [8, 0]}),
+    ("batch=-1 must be a positive int", {"batch": -1}),
+    ("sequence=-8 must be a positive int", {"sequence": -8}),
+    (r"sequence\[1\]=0 must be a positive int", {"sequence": [8, 0]}),
     (r"sequence=\[\] has no documents", {"sequence": []}),
     ("measured='/nowhere.json' cannot be read", {"measured": "/nowhere.json"}),
     ("measured has format=None", {"measured": {}}),
     (
-        "inside_gb_s=-1 is not a positive number",
+        "inside_gb_s=-1 is not a positive finite number",
         {"measured": {"format": "hyper-cp measurements", "version": 1, "inside_gb_s": -1}},
     ),
     ("no vocab_size", {"model": {"layers": 2, "heads": 4, "width": 8}}),
     ("heads=6 is no multiple of kv_heads=4", {"model": dict(LLAMA, heads=6, kv_heads=4, head_dim=64)}),
     ("width=100 does not split over heads=32", {"model": dict(LLAMA, width=100)}),
-    ("layers=0 is not a positive int", {"model": dict(LLAMA, layers=0)}),
+    ("layers=0 must be a positive int", {"model": dict(LLAMA, layers=0)}),
     ("no strategy has cp sizes", {"cp_size": 8, "ulysses_degree": 2, "layout": "per_document"}),
 ]
 
@@ -211,7 +211,7 @@ def test_impossible_input_is_refused_in_three_sentences(message: str, given: dic
 
 
 def test_a_cluster_has_positive_numbers() -> None:
-    with pytest.raises(ValueError, match=r"memory_gb=-1 is not a positive number"):
+    with pytest.raises(ValueError, match=r"memory_gb=-1 is not a positive finite number"):
         Cluster("mine", 8, -1, 3000.0, 900.0, 400.0, 50.0)
     with pytest.raises(ValueError, match=r"link_share=1.5 is more than 1"):
         Cluster("mine", 8, 80.0, 3000.0, 900.0, 400.0, 50.0, link_share=1.5)
@@ -248,8 +248,7 @@ def test_latents_travel_where_they_are_fewer_numbers() -> None:
 
 
 def test_the_report_names_those_as_fast_that_need_less_memory_or_traffic() -> None:
-    sizes = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
-    report = plan(sizes, 131072, gpus=64, cluster="h100")
+    report = plan(LLAMA, 131072, gpus=64, cluster="h100")
     best = report.best
     assert best is not None
     fast = [e for e in report.strategies if e.fits and best.tokens_per_second / e.tokens_per_second < 1.05]
@@ -258,5 +257,5 @@ def test_the_report_names_those_as_fast_that_need_less_memory_or_traffic() -> No
     text = "\n".join(report.heading())
     assert f"the least memory ({peak:.1f} GB, not {best.memory.peak / 1e9:.1f})" in text, text
     assert f"the fewest bytes between hosts ({between:.0f} KB a token" in text
-    alone = plan(sizes, 4096, gpus=1, cluster="h100")
+    alone = plan(LLAMA, 4096, gpus=1, cluster="h100")
     assert "the fewest bytes" not in "\n".join(alone.heading())

@@ -133,9 +133,9 @@ def test_sparse_layers_need_their_sizes(kind: str) -> None:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "topk=0 is not a positive int": {"indexer_heads": 4, "indexer_dim": 8},
-    "indexer_dim=0 is not a positive int": {"topk": 4, "indexer_heads": 4},
-    "topk=-1 is not a positive int": {"topk": -1},
+    "topk=0 must be a positive int": {"indexer_heads": 4, "indexer_dim": 8},
+    "indexer_dim=0 must be a positive int": {"topk": 4, "indexer_heads": 4},
+    "topk=-1 must be a positive int": {"topk": -1},
     "indexers=3 is more than layers=2": {"topk": 4, "indexer_heads": 4, "indexer_dim": 8, "indexers": 3},
 }
 

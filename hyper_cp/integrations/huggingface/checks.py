@@ -356,15 +356,6 @@ def check_padding(decoder: Any, mixers: list[nn.Module], layout: str, batch: Pre
         )
 
 
-def check_kind(batch: Any) -> None:
-    """Raise ``TypeError`` unless a batch is a mapping."""
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"batch is a {type(batch).__name__}. It must be a dict of the model's keyword arguments. Pass one such as "
-            '{"input_ids": ..., "labels": ...}'
-        )
-
-
 def check_entries(batch: Mapping[str, Any]) -> Tensor:
     """Return the tokens of a whole batch. Raise unless its other entries fit to them."""
     name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)

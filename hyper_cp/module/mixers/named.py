@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh import cp_mesh
+from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
 from .calls import ROUTED, RunningMixer, running_mixer
 from .hooks import StyledMixerHooks
@@ -78,11 +79,8 @@ class Named:
     """True for ``[B, H, S, D]``."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"kind={self.kind!r} is not a function that context parallelism computes. It is one of "
-                f"{', '.join(KINDS)}. If the module calls one of them itself, leave kind out"
-            )
+        more = ". If the module calls one of them itself, leave kind out"
+        check_choice("kind", self.kind, KINDS, "It names the function that the module computes", more)
         known = KINDS[self.kind]
         for given, names, what in (
             (self.arguments, (*known.needed, *known.optional), "arguments"),
