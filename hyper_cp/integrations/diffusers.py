@@ -416,6 +416,7 @@ class _Stage:
                 if found is not None and found.style.mode.kv_exchange != "replicated":
                     name = next(name for name, x in block.named_modules() if x is module)
                     hook = partial(self.before_attention, self.family.stream(name))
+                    found.warned = True  # keys of other tokens than the queries are those that the family has
                     with numbered_alike(module):
                         module.register_forward_pre_hook(hook, with_kwargs=True)
         if blocks:
@@ -497,7 +498,6 @@ class _Stage:
         call = current_call()
         if call is not None:
             call.adapt = partial(self.with_masks, stream)
-            call.binding.warned = True  # keys of other tokens than the queries are those of the family
             if given.get("all_perturbed"):  # values are returned, without attention, on every rank
                 call.must_route = False
 
