@@ -98,7 +98,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.module, self.state, self.rows = module, state, rows
         self.zeros: list[Tensor] = []
-        """What ``torch.zeros`` has made in this call: a product may be added to it (GPT-NeoX Japanese)."""
+        """Tensors that ``torch.zeros`` has made in this call: a product may be added to one (GPT-NeoX Japanese)."""
         self.routed = False
         """True once scores have been made: each module attends once in a call."""
 
