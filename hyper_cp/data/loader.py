@@ -63,9 +63,9 @@ def _weights(counts: Tensor) -> list[Any]:
     """The shares of each micro-batch in the labels of all."""
     total = counts.sum(0).clamp(min=1)
     # Numbers where the host does not wait for them: a tensor of another dtype would change that of the loss.
-    return (
-        (counts.double() / total).tolist() if counts.device.type == "cpu" else [[*x.unbind()] for x in counts / total]
-    )
+    if counts.device.type == "cpu":
+        return (counts.double() / total).tolist()
+    return [[*x.unbind()] for x in counts / total]
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -92,7 +92,7 @@ def _flex(
             f"{name} is called with {', '.join(given)}. Context-parallel attention does not support it. Leave it out"
         )
     todo = "Pass the BlockMask that the model makes of the positions of the whole sequence"
-    check_type(f"{name}: attention_masks", attention_masks, BlockMask, f"Attention would not be causal. {todo}")
+    check_type(f"{name}: attention_masks", attention_masks, BlockMask, f"Without it attention is not causal. {todo}")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out: Any = flex_attention(q, k, v, score_mod, block_mask=attention_masks, scale=scale, enable_gqa=enable_gqa)
     return out.transpose(1, 2)

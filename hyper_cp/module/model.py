@@ -138,28 +138,30 @@ def _refuse_zero3(model: Model) -> None:
 def _warn_of_layouts(model: Model) -> None:
     """Warn of a model whose styles expect the sequence in different layouts: one batch has only one."""
     styles = {name: found.style for name, found in model.styled.items() if found.active.parallel}
-    layouts = {style.mode.layout: name for name, style in styles.items() if not style.cross_attention}
-    if len(layouts) > 1:
-        found = " and ".join(f"{name!r} layout={layout!r}" for layout, name in layouts.items())
-        warnings.warn(
-            f"modules of {type(model.root).__name__} expect the sequence in different layouts: {found}. In one batch "
-            "some of them would assign wrong positions to tokens. Give all styles one layout (RecurrentContextParallel "
-            "has its own argument); if the model has two sequences, an encoder's and a decoder's, ignore this",
-            stacklevel=6,
-        )
+    layouts = {f"layout={style.mode.layout!r}": name for name, style in styles.items() if not style.cross_attention}
+    why = (
+        "In one batch some of them would assign wrong positions to tokens. Give all styles one layout "
+        "(RecurrentContextParallel has its own argument); if the model has two sequences, an encoder's and a "
+        "decoder's, ignore this"
+    )
+    _warn_of_several(model, layouts, "expect the sequence in different layouts", why)
 
 
 def _warn_of_meshes(model: Model) -> None:
     """Warn of a model whose styles split the sequence over different ranks: one batch is split over some of them."""
-    ranks = {tuple(x.active.cp_dims.ranks): name for name, x in model.styled.items() if x.active.parallel}
-    if len(ranks) > 1:
-        found = " and ".join(f"{name!r} over ranks {[*of]}" for of, name in ranks.items())
-        warnings.warn(
-            f"modules of {type(model.root).__name__} attend to sequences that are split over different ranks: {found}. "
-            "The ranks of one batch hold its shares, so some of them would join shares of other batches. Give all "
-            "styles one mesh; if the model has two sequences, each split over its own ranks, ignore this",
-            stacklevel=6,
-        )
+    ranks = {f"over ranks {[*x.active.cp_dims.ranks]}": name for name, x in model.styled.items() if x.active.parallel}
+    why = (
+        "The ranks of one batch hold its shares, so some of them would join shares of other batches. Give all styles "
+        "one mesh; if the model has two sequences, each split over its own ranks, ignore this"
+    )
+    _warn_of_several(model, ranks, "attend to sequences that are split over different ranks", why)
+
+
+def _warn_of_several(model: Model, found: dict[str, str], what: str, why: str) -> None:
+    """Warn if there are several of something that a model should have one of; each has the name of a module."""
+    if len(found) > 1:
+        each = " and ".join(f"{name!r} {of}" for of, name in found.items())
+        warnings.warn(f"modules of {type(model.root).__name__} {what}: {each}. {why}", stacklevel=7)
 
 
 def _model(binding: Binding, module: nn.Module) -> Model:

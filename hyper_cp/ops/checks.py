@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh import cp_mesh
@@ -472,6 +473,23 @@ def _selected(
                 f"at a time, out of a sequence that is split as the queries are. {todo}"
             )
     return selected.to(torch.int32)
+
+
+def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, given: Any, name: str) -> Tensor | None:
+    """The documents of a call as a table: those that are given, or those of the enclosing ``handler.documents`` block.
+    (Callers inside the library hand over a :class:`CPMesh`, and have read the block already.)"""
+    if given is None and not isinstance(mesh, CPMesh):
+        return cp.batch.documents_of_call(name)
+    return documents.documents_table(given)
+
+
+def check_head_weights(name: str, q: Tensor, weights: Tensor | None) -> None:
+    """Raise ``ValueError`` unless the weights of an indexer are one for each head of its queries ``[B, H, S, D]``."""
+    if weights is not None and (weights.shape != q.shape[:3] or not weights.is_floating_point()):
+        raise ValueError(
+            f"{name}: weights is {weights.dtype} {tuple(weights.shape)}. It must be floating-point "
+            f"{tuple(q.shape[:3])}, one weight for each head of a query. Reshape it, or pass None for weights of 1"
+        )
 
 
 def check_entries(q: Tensor, entries: Entries, cp: CPMesh, mode: Mode, call: Call, with_lse: bool) -> None:

@@ -19,10 +19,9 @@ from ..mesh import cp_mesh
 from ..mesh.arguments import check_choice, check_int
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling, operation
-from ..schedule.documents import documents_table
 from ..schedule.tiles import Tile
 from .attention import refuse_without_mesh
-from .checks import check, check_local, with_hosts
+from .checks import check, check_head_weights, check_local, documents_of, with_hosts
 from .config import Call, Mode, Operands, OpSettings
 from .engine import KeyGradients, Work, check_nans_if_enabled, no_autocast
 from .exchange.tails import SwappedTails
@@ -123,11 +122,8 @@ def select_keys(
 
 def of_indexer(mesh: DeviceMesh | CPMesh, documents: Any, caller: str) -> tuple[CPMesh, Tensor | None]:
     """The mesh of a call of an indexer, and its table of documents: those that it was given, or of the block."""
-    table = documents_table(documents)
-    if isinstance(mesh, CPMesh):
-        return mesh, table
-    cp = cp_mesh.view(mesh, 1 if mesh.ndim == 1 else None)
-    return cp, cp.batch.documents_of_call(caller) if documents is None else table
+    cp = cp_mesh.whole_view(mesh)
+    return cp, documents_of(mesh, cp, documents, caller)
 
 
 def select(
@@ -155,11 +151,7 @@ def select(
     check_local(f"{call.name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     if weights is not None:
         check_local(f"{call.name}: weights", weights, 3, "[batch, heads, sequence]")
-        if weights.shape != q.shape[:3] or not weights.is_floating_point():
-            raise ValueError(
-                f"{call.name}: weights is {weights.dtype} {tuple(weights.shape)}. It must be floating-point "
-                f"{tuple(q.shape[:3])}, one weight for each head of a query. Reshape it, or pass None for weights of 1"
-            )
+        check_head_weights(call.name, q, weights)
     check_key_mask(call)
     mode, cp = with_hosts(mode, cp_mesh.as_ring(cp))
     with calling(call.name), torch.no_grad():

@@ -27,6 +27,7 @@ from .checks import (
     check_dtype,
     check_enable_gqa,
     check_grouped,
+    check_head_weights,
     check_latents,
     check_local,
     refuse_forward_mode,
@@ -317,11 +318,7 @@ class SplitCache:
                 "which both parts of a row make together. Make its cache with latents=True, and pass queries of the "
                 "head dim of its keys"
             )
-        if weights is not None and (weights.shape != q.shape[:3] or not weights.is_floating_point()):
-            raise ValueError(
-                f"{name}: weights is {weights.dtype} {tuple(weights.shape)}. It must be floating-point "
-                f"{tuple(q.shape[:3])}, one weight for each head of a query. Reshape it, or pass None for weights of 1"
-            )
+        check_head_weights(name, q, weights)
 
     def _check_rows(self, name: str, q: Tensor) -> Tensor:
         """The cached tensor that comes first. Raises unless it has the batch of queries, and their positions."""

@@ -175,14 +175,15 @@ def test_images_of_blip_and_idefics_that_do_not_fit_are_refused(ranks: Any) -> N
     ranks(2, unfit)
 
 
-def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False) -> float:
-    """The largest error of logits, loss and gradients of an encoder-decoder, each of which takes the whole batch."""
+def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False, inside: str = "") -> float:
+    """The largest error of logits, loss and gradients of an encoder-decoder, each of which takes the whole batch.
+    ``inside``: the part to prepare."""
     alone, found = copy.deepcopy(model), []
     with InDouble():
         want = alone(**batch, use_cache=False)
         want.loss.backward()
     for mode in (RING, ULYSSES):
-        made, handler = prepared(model, **mode)
+        made, handler = prepared(model, inside, **mode)
         if fsdp:
             shard(made, handler.mesh)
         with InDouble():
@@ -190,8 +191,9 @@ def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False) -> flo
             output.loss.backward()
         whole = handler.combine(output.logits.detach(), 1, length=batch["labels"].shape[1])
         found += [relative_error(whole, want.logits.detach()), relative_error(output.loss.detach(), want.loss.detach())]
+        found += worst(made, alone).values()
         summed = whole_gradients(made) if fsdp else sum_over_ranks(*gradients(made))
-        largest = max(x.abs().max().item() for x in gradients(alone))
+        largest = max(x.abs().max().item() for x in gradients(alone))  # also where that of one device is zero
         found += [((got - x).abs().max() / largest).item() for got, x in zip(summed, gradients(alone), strict=True)]
     return max(found)
 

@@ -38,11 +38,13 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(*flat, ignore_index=-100, reduction="sum")
 
 
-def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
+def prepared(model: Any, inside: str = "", **mode: Any) -> tuple[Any, ContextParallelHandler]:
+    """A copy of a model whose part ``inside`` (all of it, by default) is prepared, and a handler for it."""
     from hyper_cp.integrations.transformers import prepare_model
 
-    mesh, style = cp_mesh(), ContextParallel(**mode)
-    return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)
+    made, mesh, style = copy.deepcopy(model), cp_mesh(), ContextParallel(**mode)
+    prepare_model(made.get_submodule(inside), mesh, style=style)
+    return made, ContextParallelHandler(mesh, style)
 
 
 def step(model: Any, handler: ContextParallelHandler, batch: dict[str, Any], labels: Tensor, **more: Any) -> Tensor:

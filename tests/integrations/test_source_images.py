@@ -3,7 +3,6 @@ are those of one device."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 from tests.harness import hf_by_hand
 from tests.harness.hf_images import IMAGE, VOCABULARY, batch_of, tiny
 from tests.harness.hf_models import InDouble
-from tests.harness.oracle import relative_error
-from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
-from tests.integrations.test_images import RING, ULYSSES, prepared, worst
+from tests.harness.ranks import error_of, on_ranks
+from tests.integrations.test_image_keys import errors_of_pair
+from tests.integrations.test_images import RING, prepared
 
 pytest.importorskip("transformers")
 
@@ -32,27 +31,11 @@ LENGTH = 19
 
 def translated(model: Any, inside: str = "") -> float:
     """The largest error of logits, loss and gradients in Ulysses and in a ring. ``inside``: the part to prepare."""
-    from hyper_cp import ContextParallel, ContextParallelHandler
-    from hyper_cp.integrations.transformers import prepare_model
-    from tests.harness.attention_case import cp_mesh
-
     with InDouble():
-        batch, alone, found = batch_of(model), copy.deepcopy(model), []
-        batch["labels"] = torch.randint(3, 50, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-        batch["labels"][1, -4:] = -100
-        want = alone(**batch)
-        want.loss.backward()
-    for mode in (RING, ULYSSES):
-        made, mesh, style = copy.deepcopy(model), cp_mesh(), ContextParallel(**mode)
-        prepare_model(made.get_submodule(inside), mesh, style=style)
-        with InDouble():
-            output = made(**batch)
-            output.loss.backward()
-        logits = ContextParallelHandler(mesh, style).combine(output.logits.detach(), 1, length=LENGTH)
-        loss = sum_over_ranks(output.loss.detach())[0] / mesh.size()
-        found += [relative_error(logits, want.logits.detach()), relative_error(loss, want.loss.detach())]
-        found += worst(made, alone).values()
-    return max(found)
+        batch = batch_of(model)
+    batch["labels"] = torch.randint(3, 50, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch["labels"][1, -4:] = -100
+    return errors_of_pair(model, batch, inside=inside)
 
 
 def with_t5(kind: str) -> Any:

@@ -480,6 +480,17 @@ def test_windows_that_are_rows_of_the_batch_warn_once(ranks: Any) -> None:
 # --------------------------------------------------------------------------- two layouts in one model
 
 
+def warned_of(model: nn.Module, text: str) -> list[int]:
+    """The warnings with a text in each of two forwards."""
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(2, 8, 8))
+        found.append(sum(text in str(w.message) for w in caught))
+    return found
+
+
 @on_ranks
 def warnings_of_layouts(layout: str) -> list[int]:
     """Warnings of two forwards of a model with another layout in its second attention."""
@@ -487,13 +498,7 @@ def warnings_of_layouts(layout: str) -> list[int]:
     model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
     plan = {str(i): ContextParallel(1, 2, 1, None, layout=x) for i, x in enumerate(("head_tail", layout))}
     parallelize_module(model, cp_mesh(), plan)
-    found = []
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model(torch.ones(2, 8, 8))
-        found.append(sum("in different layouts" in str(w.message) for w in caught))
-    return found
+    return warned_of(model, "in different layouts")
 
 
 def test_layouts_that_differ_in_a_model_warn_once(ranks: Any) -> None:
@@ -512,13 +517,7 @@ def warnings_of_meshes(names: tuple[str, str]) -> list[int]:
     model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
     for i, name in enumerate(names):
         parallelize_module(model, world[name], {str(i): ContextParallel(1, 2, 1, None)})
-    found = []
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model(torch.ones(2, 8, 8))
-        found.append(sum("split over different ranks" in str(w.message) for w in caught))
-    return found
+    return warned_of(model, "split over different ranks")
 
 
 def test_meshes_that_differ_in_a_model_warn_once(ranks: Any) -> None:

@@ -21,7 +21,7 @@ from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import qwen4, sparse
-from .media import encoders_in, owner_of
+from .media import around, encoders_in, owner_of
 from .modules import (
     counting,
     counts_after_cache,
@@ -76,9 +76,8 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     found: Any = model.get_decoder()
     if not isinstance(found, PreTrainedModel):
         found = getattr(model, model.base_model_prefix, model)
-    if (
-        isinstance(inside := found.get_decoder(), PreTrainedModel) and inside is not found
-    ):  # with a head (Nemotron omni)
+    inside = found.get_decoder()
+    if isinstance(inside, PreTrainedModel) and inside is not found:  # of a model with a head (Nemotron omni)
         return inside
     inner = [m for m in found.children() if isinstance(m, PreTrainedModel)]
     headed = found.get_output_embeddings() is not None  # Llama 4 and Kosmos 2, which do not find what is inside
@@ -240,8 +239,8 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
         return "its forward takes no shift_labels"
     decoder = decoder_of(model)
-    around = (m for m in model.modules() if m is model or (m is not decoder and any(x is decoder for x in m.modules())))
-    source = "".join(source_of(type(module).forward) for module in around)  # a head may be inside (BLIP)
+    outside = [m for m in around(model, decoder) if m is not decoder] or [model]
+    source = "".join(source_of(type(module).forward) for module in outside)  # a head may be inside (BLIP)
     if "cross_entropy(" in source or "CrossEntropyLoss" in source:
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     return None

@@ -23,7 +23,7 @@ from ...mesh import cp_mesh
 from ...module.mesh_binding import Binding
 from ...schedule.readers import read_rows, runs_of_equal_cost
 from . import forward
-from .media import encoders_in, owner_of
+from .media import around, encoders_in, owner_of
 from .two_sequences import cross_attention
 
 
@@ -53,8 +53,7 @@ MODELS = {
 
 def image_keys_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     """The module around the decoder, or the decoder, that encodes such images, if there is one."""
-    around = [m for m in model.modules() if type(m).__name__ in MODELS]
-    return next((m for m in around if any(x is decoder for x in m.modules())), None)
+    return next((m for m in around(model, decoder) if type(m).__name__ in MODELS), None)
 
 
 def layers_of(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
@@ -67,8 +66,8 @@ def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) ->
     """Let such layers, and encoders that have the configuration of the decoder, or are inside of it, attend as before
     the model was prepared."""
     inside = encoders_in(decoder) | layers_of(model, decoder)
-    around = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
-    for module in inside | {m for m in around if getattr(m, "config", None) is decoder.config}:
+    outside = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
+    for module in inside | {m for m in outside if getattr(m, "config", None) is decoder.config}:
         if hasattr(module, "config"):
             module.config = config = copy.deepcopy(module.config)
             config._attn_implementation = implementation  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
 from . import forward
-from .media import SHORTEST, Exchange, Items
+from .media import SHORTEST, Exchange, Items, around
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ ENCODERS = {
 
 def inline_media_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     """The decoder, or the module around it, that encodes media inside of its forward, if there is one."""
-    around = [m for m in model.modules() if type(m).__name__ in ENCODERS]
-    return next((m for m in around if any(x is decoder for x in m.modules())), None)
+    return next((m for m in around(model, decoder) if type(m).__name__ in ENCODERS), None)
 
 
 class InlineMediaHook:

@@ -76,10 +76,14 @@ CROPS = "image_num_crops"
 """The numbers of crops of images, which its forward takes, but no encoder."""
 
 
+def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The modules of a model that hold its decoder, from the model on, and the decoder itself."""
+    return [m for m in model.modules() if any(x is decoder for x in m.modules())]
+
+
 def owner_of(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     """The innermost module around the decoder that encodes media and inserts their rows, if there is one."""
-    around = [m for m in model.modules() if any(x is decoder for x in m.modules())]
-    found = [m for m in around if any(hasattr(m, name) for name in METHODS.values())]
+    found = [m for m in around(model, decoder) if any(hasattr(m, name) for name in METHODS.values())]
     return found[-1] if found and any(fields_read(found[-1]).values()) else None
 
 
@@ -512,9 +516,8 @@ class Exchange:
             return self.ready.token_types[PLACES] > 0
         found = torch.isin(media.tokens, torch.tensor(self.ids(kind)))
         if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
-            found = torch.isin(
-                media.tokens, torch.tensor(self.ids("image"))
-            )  # GLM-4V inserts videos at tokens of images
+            # GLM-4V inserts videos at tokens of images.
+            found = torch.isin(media.tokens, torch.tensor(self.ids("image")))
         return F.pad(found, (0, length - found.shape[1]))
 
     def ids(self, kind: str) -> list[int]:

@@ -19,13 +19,13 @@ from ...data.packing import take_documents
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
+from .media import METHODS
 from .seams import CACHES
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
 HEADS = re.compile(r"ForConditionalGeneration$|MTModel$")
 """Names of models with a head that predicts the tokens of the target."""
-METHODS = ("get_image_features", "get_audio_features")
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
@@ -46,9 +46,8 @@ _SHIFT = ["pad_token_id", "decoder_start_token_id"]
 
 def takes_media(encoder: nn.Module) -> bool:
     """True for an encoder that takes images or audio by itself, beside or in place of tokens."""
-    return bool(
-        {*inspect.signature(encoder.forward).parameters} & {"pixel_values", "flattened_patches", "input_features"}
-    )
+    names = {"pixel_values", "flattened_patches", "input_features"}
+    return not names.isdisjoint(inspect.signature(encoder.forward).parameters)
 
 
 def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel] | None:
@@ -59,7 +58,7 @@ def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]
     encoder, decoder = model.get_encoder(), model.get_decoder()
     inside = decoder.get_decoder() if isinstance(decoder, PreTrainedModel) else None
     decoder = inside if isinstance(inside, PreTrainedModel) else decoder  # Florence 2: that of the model of text
-    if takes_media(encoder) and any(hasattr(model, name) for name in METHODS):
+    if takes_media(encoder) and any(hasattr(model, name) for name in METHODS.values()):
         return None
     both = isinstance(encoder, PreTrainedModel) and isinstance(decoder, PreTrainedModel) and encoder is not decoder
     return (encoder, decoder) if both and encoder is not model else None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import documents as packed
@@ -23,14 +20,6 @@ def check_tensor(name: str, argument: str, x: Tensor, ndim: int, form: str) -> N
             f"{argument} has shape {tuple(x.shape)}. There is nothing to compute. Pass a tensor with values"
         )
     check_dtype(argument, x)
-
-
-def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, documents: Any, name: str) -> Tensor | None:
-    """The documents of a call as a table: those that are given, or those of the enclosing ``handler.documents`` block.
-    (Callers inside the library hand over a :class:`CPMesh`, and have read the block already.)"""
-    if documents is None and not isinstance(mesh, CPMesh):
-        return cp.batch.documents_of_call(name)
-    return packed.documents_table(documents)
 
 
 def agree(

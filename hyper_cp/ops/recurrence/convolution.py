@@ -17,9 +17,10 @@ from ...mesh import cp_mesh, nans
 from ...mesh.arguments import check_choice, check_int
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
+from ..checks import documents_of
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
-from .checks import agree, check_layout_of, check_tensor, documents_of
+from .checks import agree, check_layout_of, check_tensor
 from .halo import Halo
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu}

@@ -12,11 +12,11 @@ from ...mesh import cp_mesh
 from ...mesh.arguments import check_number
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import calling
-from ..checks import check_split
+from ..checks import check_split, documents_of
 from ..exchange.ulysses import Ulysses
 from ..settings import text
 from . import kernels
-from .checks import agree, check_layout_of, check_tensor, documents_of
+from .checks import agree, check_layout_of, check_tensor
 from .engine import RecurrenceSettings, recurrence_op, with_final_state
 
 FORM = "[batch, positions, heads, numbers of a head]"

@@ -22,10 +22,10 @@ from ...mesh.failures import backward_of, caller, calling, operation
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.windows import Gathering, counted, gathering, window_ends
-from ..checks import check_dtype, check_local
+from ..checks import check_dtype, check_local, documents_of
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, fingerprint
-from .checks import agree, check_layout_of, documents_of
+from .checks import agree, check_layout_of
 from .halo import Halo
 
 
