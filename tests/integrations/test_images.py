@@ -338,6 +338,27 @@ def test_checkpointed_and_compiled_decoders_take_images(ranks: Any, kind: str, w
 
 
 @on_ranks
+def with_batch_norm() -> float:
+    """The error of a model in training whose encoder normalises over both clips, and of what it keeps of them."""
+    model = tiny("granite_speech")
+    batch = audio_batch(model)
+    labels = labels_of(batch)
+    assert not any(isinstance(m, nn.Dropout) and m.p for m in model.train().modules())
+    alone, want = on_one_device(model, batch, labels)
+    made, handler = prepared(model, **RING)
+    whole, seen = step(made, handler, batch, labels), batch["attention_mask"].bool()
+    kept = [x for name, x in made.named_buffers() if "running_" in name]
+    of_one = [x for name, x in alone.named_buffers() if "running_" in name]
+    statistics = [relative_error(x, y) for x, y in zip(kept, of_one, strict=True)]
+    return max(relative_error(whole[seen], want[seen]), *worst(made, alone).values(), *statistics)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_encoder_that_normalises_over_clips_has_all_of_them(ranks: Any, world: int) -> None:
+    assert max(ranks(world, with_batch_norm)) <= 1e-9
+
+
+@on_ranks
 def without_images() -> tuple[float, bool]:
     model = tiny("qwen2_5_vl")
     batch = {name: x for name, x in batch_of(model).items() if name not in ("pixel_values", "image_grid_thw")}
@@ -456,6 +477,24 @@ def test_images_in_one_data_parallel_group_only(ranks: Any, kind: str) -> None:
 def test_audio_in_one_data_parallel_group_only(ranks: Any, kind: str) -> None:
     first = "both" if kind == "qwen2_5_omni_thinker" else "audio"  # its positions need images, too
     assert max(ranks(4, sharded, kind, first, "")) <= 1e-9
+
+
+@on_ranks
+def without_clips() -> str:
+    """The error of an encoder with BatchNorm that would have to run on a blank clip."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    made, handler = prepared(tiny("granite_speech").train(), **RING)
+    shard(made, cp_mesh())
+    ids = torch.randint(3, 50, (1, 8), generator=torch.Generator().manual_seed(2))
+    with pytest.raises(NotImplementedError) as caught:
+        made(**prepare_batch(handler, {"input_ids": ids}))
+    return str(caught.value)
+
+
+def test_no_statistics_of_a_blank_clip(ranks: Any) -> None:
+    for error in ranks(2, without_clips):
+        assert "without audio clips under FSDP2" in error and "call eval() on the BatchNorm modules" in error
 
 
 def test_groups_with_different_media(ranks: Any) -> None:

@@ -72,6 +72,8 @@ COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
 POOLING = {"image": "image_token_pooling", "video": "video_token_pooling"}
 """Entries with the numbers of the patches that each row pools (Molmo 2)."""
+OF_ALL_ITEMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules of encoders that normalise by statistics of all items of a batch, in training."""
 CROPS = "image_num_crops"
 """The numbers of crops of images, which its forward takes, but no encoder."""
 
@@ -240,6 +242,7 @@ class MediaHook:
     def __init__(self, binding: Binding, model: nn.Module, owner: nn.Module) -> None:
         self.binding, self.model = binding, model
         self.fields = fields_read(owner)
+        self.norms = [module for module in encoders_in(owner) if isinstance(module, OF_ALL_ITEMS)]
         self.parameters = inspect.signature(owner.forward).parameters
         self.known = {x for kind in METHODS for x in (*_entries(owner, kind), CROPS) if x in self.parameters}
 
@@ -264,7 +267,8 @@ class MediaHook:
         handler = ContextParallelHandler(self.binding.active.mesh, style_of(self.binding))
         kwargs = dict(kwargs)
         tokens = args[0] if args else kwargs["input_ids"]
-        exchange = Exchange(handler, ready, owner, self.fields)
+        together = any(norm.training or norm.running_mean is None for norm in self.norms)
+        exchange = Exchange(handler, ready, owner, self.fields, together)
         if ready.media is not None:
             self._check(owner, ready.media)
             exchange.add_all(ready.media.entries)
@@ -405,9 +409,16 @@ class Exchange:
     """The images and videos of one forward: this rank's run of them, and the rows that the ranks exchange."""
 
     def __init__(
-        self, handler: ContextParallelHandler, ready: PreparedBatch, owner: nn.Module, fields: dict[str, list[str]]
+        self,
+        handler: ContextParallelHandler,
+        ready: PreparedBatch,
+        owner: nn.Module,
+        fields: dict[str, list[str]],
+        together: bool = False,
     ) -> None:
         self.handler, self.ready, self.owner, self.fields = handler, ready, owner, fields
+        self.together = together
+        """Every rank encodes all items, since the encoder normalises over them, and the rows of rank 0 are used."""
         self.ring = cp_mesh.as_ring(cp_mesh.whole_view(handler.mesh))
         self.inputs: dict[str, Any] = {}
         """Arguments of the model's forward."""
@@ -436,6 +447,12 @@ class Exchange:
         found = {"image" if kind == "video" else kind for kind in self.encoders}
         for kind, blank in BLANKS.items():
             if kind not in found and self.fields[kind] and (kind == "image" or audio_config(self.owner) is not None):
+                if self.together:
+                    raise NotImplementedError(
+                        f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its "
+                        "encoder must run in every step, and its BatchNorm would count what it runs on. Put one into "
+                        "every batch, or call eval() on the BatchNorm modules"
+                    )
                 self.blank.add(kind)
                 self.add(kind, {kind: 0}, blank(self.owner))
 
@@ -445,6 +462,8 @@ class Exchange:
 
     def run_of(self, items: Items, numbers: dict[str, int]) -> tuple[dict[str, int], dict[str, Any]]:
         """The number of this rank's items of each kind, and the entries that it encodes."""
+        if self.together:
+            return (numbers if self.ring.rank == 0 else dict.fromkeys(numbers, 0)), items.run(0, len(items.costs))
         bounds = runs_of_equal_cost(items.costs, self.ring.size)
         start, stop = bounds[self.ring.rank], bounds[self.ring.rank + 1]
         own = {name: (max(0, min(stop, b) - max(start, a))) for name, a, b in _places(numbers)}
