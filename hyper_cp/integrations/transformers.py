@@ -46,6 +46,7 @@ from .huggingface.checks import (
     base_of,
     check_adapters,
     check_dispatched,
+    check_dropped_layers,
     check_entries,
     check_ignored,
     check_inputs,
@@ -409,6 +410,8 @@ class DecoderHook:
         self.long_rotary = prepare_rotary(decoder) > 0
         self.position_maker, self.counts_mask = position_maker(decoder), counts_mask(decoder)
         self.mixers = mixers_of(decoder)
+        self.dropping = [stack for stack in decoder.modules() if hasattr(stack, "layerdrop")]
+        """Stacks of layers that may skip some in training."""
         routed = not decoder._can_set_attn_implementation() and has_attention(decoder)
         self.direct = direct_attention(decoder) if routed else []
         """Attention modules that call SDPA themselves."""
@@ -486,6 +489,8 @@ class DecoderHook:
             if self.made_mask:
                 kwargs.pop("attention_mask", None)
             self._refuse(args, kwargs)
+            if mesh.parallel:
+                check_dropped_layers(self.dropping)
             if not self.adapters_checked:
                 check_adapters(module)
                 self.adapters_checked = True

@@ -387,6 +387,11 @@ def wrong_use(case: str) -> None:
         model = tiny_causal("bart")
         model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
         prepared(model)
+    elif case == "dropped layers":
+        model = tiny_causal("bart", SEQ2SEQ).train()
+        model.get_decoder().layerdrop = 0.5
+        model, _ = prepared(model)
+        model(input_ids=tokens(24), labels=tokens(24))
     elif case == "no interface":
         prepared(tiny_causal("xlm"))
     elif case == "written out":
@@ -447,6 +452,7 @@ REFUSED = [
     ),
     ("packed sequences", "NotImplementedError", "T5ForConditionalGeneration got packed documents. Its source and"),
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
+    ("dropped layers", "NotImplementedError", r"BartDecoder skips layers at random in training \(layerdrop=0.5\)"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
     ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),

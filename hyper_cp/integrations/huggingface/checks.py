@@ -403,6 +403,17 @@ def check_adapters(decoder: nn.Module) -> None:
             )
 
 
+def check_dropped_layers(stacks: Iterable[nn.Module]) -> None:
+    """Raise ``NotImplementedError`` if a stack of layers skips some at random in this forward."""
+    for stack in stacks:
+        if stack.training and (rate := cast(float, stack.layerdrop)):
+            raise NotImplementedError(
+                f"{type(stack).__name__} skips layers at random in training (layerdrop={rate}). Ranks that draw other "
+                "numbers would skip other layers, and exchange keys of different ones. Set layerdrop (or "
+                "decoder_layerdrop, encoder_layerdrop) to 0.0 in the config before the model is made"
+            )
+
+
 def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str) -> None:
     """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same tokens. One small communication."""
     if tokens.is_floating_point() or tokens.numel() < 2 or bool((tokens == tokens.flatten()[0]).all()):
