@@ -165,7 +165,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**HYBRID["phi4_multimodal"]["vision_config"], "image_token_id": 58},
         "audio_config": {**HYBRID["phi4_multimodal"]["audio_config"], "audio_token_id": 57},
     },
-    "inkling_mm_model": {"vision_config": {"patch_size": 4}},
+    "inkling_mm_model": {"text_config": HYBRID["inkling_text"], "vision_config": {"patch_size": 4}},
+    "inkling2": {"text_config": HYBRID["inkling2_text"]},
+    "inkling2_loop": {"text_config": HYBRID["inkling2_loop_text"]},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": VOICE,
         "semantic_tokenizer_encoder_config": VOICE,
@@ -265,6 +267,13 @@ def _tiles(config: Any, generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
+def _merged_patches(config: Any, generator: torch.Generator) -> dict[str, Any]:
+    """Patches of each token side by side."""
+    side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    pixels = _normal(generator, 12, side, side, 3)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]])}
+
+
 _WINDOWS = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]])
 """Windows of two by two of the sixteen patches of a crop."""
 
@@ -326,6 +335,7 @@ ENTRIES: dict[str, Callable[[Any, torch.Generator], dict[str, Any]]] = {
     "fuyu": _square(6, 48),
     "gemma4_unified": _patches_at,
     "granite_docling": _tiles,
+    **dict.fromkeys(("inkling2", "inkling2_loop"), _merged_patches),
     "inkling_mm_model": _square(2, 3, 4, 4),
     "instructblip": _with_instruction,
     "instructblipvideo": _videos_with_instruction,

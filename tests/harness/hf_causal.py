@@ -74,7 +74,18 @@ BLT = {
     **_each("hidden_size_global cross_attn_k", 32),
     "cross_attn_k": 1,
 }
+INKLING = {
+    **{"layer_types": ["hybrid_sliding", "hybrid"], "swa_head_dim": 8, "d_rel": 4, "rel_extent": 7},
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "log_scaling_n_floor": 3},
+}
 CHANGES: dict[str, dict[str, Any]] = {
+    "inkling_text": {**INKLING, "mlp_layer_types": ["dense", "sparse"]},
+    "inkling2_text": {**INKLING, "n_layers_per_attn_res_block": 1},
+    "inkling2_loop_text": {
+        **{**INKLING, "num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"]},
+        **{"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
+        **{"loop_gate_rank": 8, "n_layers_per_attn_res_block": 2},
+    },
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 16, "num_key_value_heads": 4},

@@ -66,10 +66,10 @@ LOSS = "with the loss of `handler.mean_loss`, without labels"
 WHOLE_LOGITS = {
     *("bert", "bert-generation", "camembert", "data2vec-text", "dory", "ernie", "megatron-bert", "rembert", "roberta"),
     *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-    *("gemma3", "gemma4"),
+    *("gemma3", "gemma4", "inkling_text", "inkling2_text", "inkling2_loop_text"),
 }
-"""Exact types that refuse a chunked loss: their head is no ``nn.Linear`` of theirs, or, on one rank, they make masks
-around their decoder."""
+"""Exact types that refuse a chunked loss: their head is no ``nn.Linear`` of theirs, they ask for the shape of logits,
+or, on one rank, they make masks around their decoder."""
 MODES = {"ulysses": named_mode("Ulysses"), "ring": named_mode("ring, head_tail")}
 
 

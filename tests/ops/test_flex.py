@@ -29,7 +29,7 @@ from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import flex, kernels
 from hyper_cp.ops.exchange.whole_sequences import gather_sequence, query_positions, share_sequence
 from hyper_cp.ops.kernels import TileInputs, reference
-from hyper_cp.ops.kernels.scores import TileScore, Where, flex_kernel
+from hyper_cp.ops.kernels.scores import Score, TileScore, Where, flex_kernel
 from hyper_cp.ops.kernels.scores.mods import Mods
 from hyper_cp.schedule.tiles import FULL
 from tests.harness.attention_case import FP64, cp_mesh
@@ -293,12 +293,19 @@ def test_flex_attention_per_tile(ranks: Any) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_captured_tensors_by_flex_attention() -> None:
+@pytest.mark.parametrize("kind", ["mods", "profiles"])
+def test_gradients_of_captured_tensors_by_flex_attention(kind: str) -> None:
     """With torch's tracing, without which it has no gradients of captured tensors."""
     q, k, v, dout, table, gain = tensors("relative")
     leaves = [table.requires_grad_(), gain.requires_grad_()]
     mask = Flex("relative", leaves).block_mask
-    score = Mods(relative(*leaves), causal, mask, q)
+    score: Score = Mods(relative(*leaves), causal, mask, q)
+    if kind == "profiles":
+        pytest.importorskip("transformers")
+        from hyper_cp.integrations.huggingface.inkling import Profiles
+
+        states, profiles = (torch.randn(*shape).double().requires_grad_() for shape in ((B, S, H, 3), (3, 6)))
+        score = Profiles(states, profiles)
     where = Where(*(torch.arange(n) for n in (B, H, S, S)))
     found = []
     for kernel in (kernels.REFERENCE, flex_kernel.FlexKernel(compiled=False)):
@@ -309,7 +316,7 @@ def test_gradients_of_captured_tensors_by_flex_attention() -> None:
             out, lse = kernel.forward(tile)
             tile.dlse = torch.ones_like(lse)
             found.append([out, lse, *kernel.backward(tile, dout, out, lse), *totals])
-    assert len(found[0]) == 8
+    assert len(found[0]) == {"mods": 8, "profiles": 7}[kind]
     assert max(relative_error(a, b) for a, b in zip(found[1], found[0], strict=True)) <= FP64
 
 

@@ -24,6 +24,7 @@ from ...schedule import layout as layouts
 from ...schedule.documents import documents_table, read
 from .compressed import entries_of
 from .forward import ForwardState, OneDevice, State, offered, running, state_for
+from .inkling import QueryBias, with_sinks
 from .latents import NAME, as_latents, expanded, hands_on_latents
 from .qwen4 import Selection
 from .relative import RelativeBias
@@ -269,6 +270,8 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
+    if isinstance(position_bias, QueryBias) and options.get("sinks") is not None:
+        position_bias, options = with_sinks(position_bias, state.style.mode.max_logits, options)
     none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
     known = none or isinstance(position_bias, RelativeBias)
     _refuse_unsupported(name, {**options, "position_bias": None if known else position_bias})

@@ -20,7 +20,7 @@ from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
-from . import qwen4, sparse
+from . import sparse
 from .media import around, encoders_in, owner_of
 from .modules import (
     counting,
@@ -204,7 +204,7 @@ def has_attention(decoder: nn.Module) -> bool:
 def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     """The layers and modules that mix positions by something else than attention or a routed function."""
     modules = dict(decoder.named_modules())
-    over_all_ranks = [*mixers_of(decoder), *(x for x in modules.values() if qwen4.looks_back(type(x)))]
+    over_all_ranks = [*mixers_of(decoder), *(x for x in modules.values() if sparse.is_known(type(x)))]
     over_all_ranks += encoders_in(decoder)
     routed = {id(inner) for module in over_all_ranks for inner in module.modules()}
     mixing = [name for name in mixing_modules(decoder) if not any(id(x) in routed for x in modules[name].modules())]

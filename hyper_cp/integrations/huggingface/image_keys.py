@@ -23,6 +23,7 @@ from ...mesh import cp_mesh
 from ...module.mesh_binding import Binding
 from ...schedule.readers import read_rows, runs_of_equal_cost
 from . import forward
+from .inkling import attends_to_blocks
 from .media import around, encoders_in, owner_of
 from .two_sequences import cross_attention
 
@@ -63,9 +64,10 @@ def layers_of(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
 
 
 def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> None:
-    """Let such layers, and encoders that have the configuration of the decoder, or are inside of it, attend as before
-    the model was prepared."""
+    """Let such layers, modules that attend to earlier layers, and encoders that have the configuration of the decoder,
+    or are inside of it, attend as before the model was prepared."""
     inside = encoders_in(decoder) | layers_of(model, decoder)
+    inside |= {module for module in decoder.modules() if attends_to_blocks(type(module))}
     outside = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
     for module in inside | {m for m in outside if getattr(m, "config", None) is decoder.config}:
         if hasattr(module, "config"):

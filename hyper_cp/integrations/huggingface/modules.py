@@ -303,10 +303,11 @@ def _remove_last_row(module: nn.Module, args: Any, output: Any) -> Any:
 
 # --------------------------------------------------------------------------- positions that layers count
 
-COUNTS = re.compile(r"arange\(\s*(hidden_states|query\w*)\.(shape\[|size\()")
+COUNTS = re.compile(r"arange\(\s*((hidden_states|query\w*)\.(shape\[|size\()|q_length, )")
 """Code that counts positions of the local hidden states."""
-_COUNTED = r"arange\(hidden_states\.shape\[1\], [^)]*\) \+ past_seen"
-AFTER_CACHE = re.compile(r"get_seq_length\(self\.layer_idx\).*" + _COUNTED, re.DOTALL)
+_COUNTED = r"get_seq_length\(self\.layer_idx\).*arange\(hidden_states\.shape\[1\], [^)]*\) \+ past_seen"
+_OFFSET = r"get_query_offset\(self\.layer_idx\).*arange\(q_length, [^)]*\) \+ q_offset"
+AFTER_CACHE = re.compile(f"{_COUNTED}|{_OFFSET}", re.DOTALL)
 """The same, from the number of tokens in a cache on."""
 
 
@@ -345,6 +346,19 @@ class _Before:
         """The distance from local positions to those of the whole sequence."""
         return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, length: int, *_: Any) -> tuple[int, int]:
+        """Those of this rank's tokens: a mask is none of a module's business."""
+        return length, 0
+
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the cache of the model does; without one these keys and values."""
         return (key, value) if self.cache is None else self.cache.update(key, value, *args, **kwargs)
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Convolutions run over all ranks, which keep no states yet."""
+
+    def update_conv_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return them."""
+        return states

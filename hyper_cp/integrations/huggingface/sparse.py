@@ -1,4 +1,4 @@
-"""The methods of sparse attention that are replaced in a prepared model: of which modules, and with what."""
+"""The methods that are replaced in a prepared model, most of them of sparse attention: of which modules, with what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import Cache
 
-from . import compressed, qwen4, selected, selected_blocks, selected_pools
+from . import compressed, inkling, qwen4, selected, selected_blocks, selected_pools
 from .forward import ForwardState, state_for
 
 
@@ -33,12 +33,16 @@ REPLACED = (
     ),
     Replaced(qwen4.is_indexer, (selected.LAYER,), {"forward": qwen4.selected}),
     Replaced(qwen4.looks_back, (), {"_short_conv": qwen4.convolved, "ple_embedding.forward": qwen4.embedded}),
+    Replaced(inkling.has_profiles, (), {"forward": inkling.mixed_by}),
+    Replaced(inkling.makes_states, (), {"forward": inkling.mixed_by_hidden}),
+    Replaced(inkling.convolves, (), {"forward": inkling.convolved}),
     Replaced(compressed.compresses, tuple(compressed.LAYERS), {"forward": compressed.compressed}),
 )
 
 
 def prepare(decoder: nn.Module) -> None:
     """Let the sparse attention of a decoder run over all ranks."""
+    inkling.leave_out_distances(decoder)
     for module in decoder.modules():
         for replaced in REPLACED:
             for path, function in replaced.methods.items() if replaced.is_kind(type(module)) else ():
