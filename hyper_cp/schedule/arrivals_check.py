@@ -81,7 +81,8 @@ def _brought(found: Sequence[Arrivals], what: str, block: int, rank: int) -> Num
             start = sum(move.sent[:rank])
         if origin != rank:
             rows = [rows for _, rows in move.rows.within((start, start + count))]
-            parts.append(piece(_source(found[origin], move), rows) + [at, 0, 0])
+            rows_of_source = piece(_source(found[origin], move), rows)
+            parts.append(rows_of_source + np.array([at, 0, 0]))
         at += count if origin != rank or move.pattern == "all" else 0
     return np.concatenate(parts)
 
