@@ -321,11 +321,11 @@ def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
             )
 
 
-def _has_cache(transformer: nn.Module) -> bool:
-    """True if hooks of diffusers, on the model or in it, leave out parts of a forward by what they have kept."""
+def _hooks(transformer: nn.Module, *words: str) -> list[str]:
+    """The types of the hooks of diffusers, on the model or in it, whose files have one of the words in their names."""
     registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
     hooks = [hook for registry in registries for hook in getattr(registry, "hooks", {}).values()]
-    return any(_has(type(hook).__module__, "cache", "broadcast") for hook in hooks)
+    return [type(hook).__name__ for hook in hooks if _has(type(hook).__module__, *words)]
 
 
 class _Root:
@@ -347,10 +347,15 @@ class _Root:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse what belongs to whole sequences, and compare the inputs of the ranks."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        if getattr(module, "_parallel_config", None) is not None or _has_cache(module):
+        if getattr(module, "_parallel_config", None) is not None or _hooks(module, "cache", "broadcast"):
             raise NotImplementedError(
                 f"{type(module).__name__} runs with enable_parallelism or a cache of diffusers. The one would split "
                 "the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
+            )
+        if _hooks(module, "smoothed_energy"):
+            raise NotImplementedError(
+                f"{type(module).__name__} runs with smoothed energy guidance, which blurs the queries of an image as a "
+                "square. Each rank holds a part of it. Use another guidance"
             )
         refused = [name for name in self.family.refused if given.get(name) is not None]
         if refused:
@@ -419,6 +424,9 @@ class _Stage:
                     found.warned = True  # keys of other tokens than the queries are those that the family has
                     with numbered_alike(module):
                         module.register_forward_pre_hook(hook, with_kwargs=True)
+                elif found is not None:
+                    with numbered_alike(module):
+                        module.register_forward_pre_hook(self.before_prompt, with_kwargs=True)
         if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
@@ -467,10 +475,11 @@ class _Stage:
         """Record the lengths of this forward, or raise ``ValueError`` if they cannot be split."""
         self.lengths = {IMAGE: image, PROMPT: prompt}
         ranks = self.handler.cp.size
-        if min(count for _, count in self.shares(IMAGE)) < 1 or (prompt and prompt < ranks):
+        few = min(count for _, count in self.shares(IMAGE)) < 1 or (prompt and prompt < ranks)
+        if few or (ranks > 1 and image <= self.longest((IMAGE,))):  # padding counted, all tokens look like a share
             raise ValueError(
                 f"{image} tokens of the image and {prompt} of the prompt cannot be split over {ranks} ranks. Each "
-                "needs at least one of both. Use fewer ranks, or larger inputs"
+                "needs at least one of both, and fewer than all of the image. Use fewer ranks, or larger inputs"
             )
 
     def split(self, x: Tensor, dim: int, kinds: Kinds) -> Tensor:
@@ -495,11 +504,27 @@ class _Stage:
                 f"{type(module).__name__} got {', '.join(wrong)}. Its keys are those of whole sequences, which the "
                 "ranks hold in another order. Leave it out"
             )
+        if self.family.prompts and not self.family.order and given.get(PROMPT) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} got encoder_hidden_states where blocks of this type attend to the image. "
+                "Each rank has all of the prompt, and no share of it. Use a configuration without only_cross_attention"
+            )
         call = current_call()
         if call is not None:
             call.adapt = partial(self.with_masks, stream)
             if given.get("all_perturbed"):  # values are returned, without attention, on every rank
                 call.must_route = False
+
+    def before_prompt(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a module of attention to the prompt that attends to the image, of which each rank has a share."""
+        names = list(inspect.signature(module.forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        prompt = PROMPT if PROMPT in given else names[1]
+        if given.get(prompt) is None and self.handler.cp.size > 1:
+            raise NotImplementedError(
+                f"{type(module).__name__} got no {prompt}, and would attend to this rank's tokens of the image only. "
+                "Pass a prompt, and use a configuration without double_self_attention"
+            )
 
     def with_masks(self, stream: tuple[Kinds, Kinds] | None, request: AttentionRequest) -> AttentionRequest:
         """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
@@ -597,6 +622,11 @@ class _Stage:
     def whole(self, x: Tensor, kinds: Kinds) -> Tensor:
         """Gather the tokens of the image or of the prompt, or of both in one tensor."""
         dim = self.family.dim
+        if x.shape[dim] != self.held(kinds):
+            raise NotImplementedError(
+                f"the last block returned {x.shape[dim]} tokens where this rank holds {self.held(kinds)}. They cannot "
+                "be gathered. Remove hooks that change what blocks return"
+            )
         if len(kinds) > 1:
             parts = zip(x.split([self.held((kind,)) for kind in kinds], dim), kinds, strict=True)
             return torch.cat([self.whole(part, (kind,)) for part, kind in parts], dim)
@@ -655,6 +685,12 @@ class _Entrance:
         if self.first:
             behind = given.get(family.last, counts[family.image])
             stage.record(behind, counts.get(family.prompt, counts[family.image] - behind))
+            mask = given.get("encoder_attention_mask") if family.picks else None
+            if mask is not None and bool((mask.int().diff(dim=-1) > 0).any()):
+                raise NotImplementedError(
+                    f"{type(module).__name__} got an encoder_attention_mask that hides tokens before others of a "
+                    "prompt. Attention moves those behind them forward, which the ranks cannot. Put padding at the end"
+                )
         # Another forward may have come before this one is recomputed.
         (stage.lengths,) = checkpoint.batch_state(self, lambda: (stage.lengths,))
         kinds: dict[str, Kinds] = {name: (IMAGE if name == family.image else PROMPT,) for name in counts}

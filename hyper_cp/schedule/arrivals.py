@@ -90,7 +90,7 @@ def ring(demand: KeyDemand) -> Arrivals:
     blocks = [placed(own)]
     for hop in range(1, hops + 1):
         held = placed(demand.keys[(rank - hop) % size])
-        blocks += [_piece(held, rows) for rows in pieces]
+        blocks += [piece(held, rows) for rows in pieces]
     return Arrivals(tuple(blocks), _around(size, rank, hops, pieces))
 
 
@@ -200,7 +200,7 @@ def all_gather(demand: KeyDemand) -> Arrivals:
         count = doubled((size - 1) * share, count or ())
     blocks, moves = [own], []
     for rows in _pieces(share, min(count, max(1, share // 2))):
-        parts, selected = [_piece(placed(keys), rows) for keys in demand.keys], Rows(rows)
+        parts, selected = [piece(placed(keys), rows) for keys in demand.keys], Rows(rows)
         offsets = np.arange(size) * selected.length
         arriving = [part + [offset, 0, 0] for part, offset in zip(parts, offsets, strict=True)]
         blocks.append(np.concatenate(arriving[:rank] + arriving[rank + 1 :]))
@@ -218,7 +218,7 @@ def _origins(demand: KeyDemand) -> Iterator[tuple[int, list[int]]]:
     """For each rank the ranks that hold keys which its queries see."""
     keys, source = _by_position(demand.keys)
     for rank, queries in enumerate(demand.queries):
-        yield rank, list(np.unique(source[within(keys, _seen(demand, queries))[1]]).tolist())
+        yield rank, list(np.unique(source[within(keys, seen_by(demand, queries))[1]]).tolist())
 
 
 def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
@@ -230,10 +230,10 @@ def _pieces(share: int, count: int) -> tuple[tuple[Range, ...], ...]:
     return tuple((ranges[i], ranges[count + i]) for i in range(count))
 
 
-def _piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
+def piece(block: Numbers, rows: Sequence[Range]) -> Numbers:
     """The part of a block, placed ranges, that some of its rows are, which then lie side by side."""
     offset, first, last = block.T
-    found, at = [], 0
+    found, at = [block[:0]], 0
     for start, stop in rows:
         low, high = np.maximum(offset, start), np.minimum(offset + last - first, stop)
         cut = np.column_stack((at + low - start, first + low - offset, first + high - offset))
@@ -300,7 +300,7 @@ class _Flows:
         self.lengths = np.zeros((demand.size, demand.size), np.int64)
         self._rows: list[tuple[Numbers, Numbers]] = []  # those for each rank, and who holds them
         for to in range(demand.size):
-            rows, at = within(keys, _seen(demand, demand.queries[to]))
+            rows, at = within(keys, seen_by(demand, demand.queries[to]))
             self._rows.append((rows, source[at]))
             self.lengths[to] = np.bincount(source[at], rows[:, 2] - rows[:, 1], demand.size)
             self.lengths[to, to] = 0
@@ -348,7 +348,7 @@ def _by_position(keys: Sequence[Sequence[Range]]) -> tuple[Numbers, Numbers]:
     return everything[order], np.repeat(np.arange(len(held)), [len(x) for x in held])[order]
 
 
-def _seen(demand: KeyDemand, queries: Sequence[Range]) -> Numbers:
+def seen_by(demand: KeyDemand, queries: Sequence[Range]) -> Numbers:
     """Global positions of the keys that any of the queries sees: ascending ranges that neither overlap nor touch."""
     found = np.concatenate([seen_keys(placed(queries), demand.band, ends) for ends in demand.boundaries()])
     found = found[np.argsort(found[:, 0], kind="stable")]
@@ -375,6 +375,8 @@ _EXCHANGES: dict[str, Exchange] = {
     "replicated": local,
 }
 
+_BUILT_IN = frozenset(_EXCHANGES)
+
 _NUMBERED = re.compile(rf"{DOUBLE_RING}_([1-9][0-9]*)")
 KV_EXCHANGES = _EXCHANGES.keys()
 """Names of all ways in which keys and values reach a rank, those registered later included."""
@@ -398,8 +400,17 @@ def family(kv_exchange: str) -> tuple[str, int]:
     return (DOUBLE_RING, int(found[1])) if found else (kv_exchange, 0)
 
 
+def is_from_outside(kv_exchange: str) -> bool:
+    """True for a name that :func:`register_exchange` has added."""
+    return family(kv_exchange)[0] not in _BUILT_IN
+
+
 def register_exchange(name: str, exchange: Exchange) -> None:
-    """Add a way in which keys and values arrive, under a name that ``kv_exchange=`` then takes."""
+    """Add a way in which keys and values arrive, under a name that ``kv_exchange=`` then takes.
+
+    Each plan is checked when it is made: the function is called for every rank, and what it says arrives must be what
+    the moves bring, and all that queries see.
+    """
     check_name("kv_exchange", name)
     if _EXCHANGES.setdefault(name, exchange) is not exchange:
         raise ValueError(

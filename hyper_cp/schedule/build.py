@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from .arrivals import Arrivals, KeyDemand, arrivals
+from .arrivals import Arrivals, KeyDemand, arrivals, is_from_outside
+from .arrivals_check import check_arrivals
 from .blocks import BlockMap
 from .choices import Limits
 from .moves import NO_TRANSFERS, Transfers
@@ -280,6 +281,8 @@ def build(
     swap = swaps(load_balance, size, band, length, blocks)
     queries = [_swapped(held, r) if swap else held[r] for r in range(size)]
     demand = KeyDemand(rank, queries, held_keys, band, documents, blocks, stages)
+    if is_from_outside(kv_exchange):
+        check_arrivals(kv_exchange, demand)
     return assembled(demand, arrivals(kv_exchange, demand), parts, swap, most_keys, least_rows)
 
 

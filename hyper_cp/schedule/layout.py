@@ -109,15 +109,20 @@ def register(
             f"layout={name!r} is registered already, with other chunks. Data and attention find a layout by its name. "
             "Choose another name"
         )
-    for world in range(1, 9):
-        dealt = [chunks(rank, world) for rank in range(world)]
-        number = chunks_per_rank * world
-        if {len(c) for c in dealt} != {chunks_per_rank} or {i for c in dealt for i in c} != set(range(number)):
-            raise ValueError(
-                f"layout={name!r} deals the chunks {dealt} to {world} ranks. Every rank must hold {chunks_per_rank} of "
-                f"the chunks 0 to {number - 1}, and every chunk must have one rank. Change chunks or chunks_per_rank"
-            )
+    for world in range(1, 9):  # others are checked when they are used
+        _dealt(name, layout, world)
     (_LAYOUTS if listed else _UNLISTED)[name] = layout
+
+
+def _dealt(name: str, layout: _Layout, world: int) -> list[Sequence[int]]:
+    """The chunks of every rank, or ``ValueError`` if they are not all chunks once."""
+    dealt, each = [layout.chunks(rank, world) for rank in range(world)], layout.chunks_per_rank
+    if {len(c) for c in dealt} != {each} or {i for c in dealt for i in c} != set(range(each * world)):
+        raise ValueError(
+            f"layout={name!r} deals the chunks {dealt} to {world} ranks. Every rank must hold {each} of the chunks "
+            f"0 to {each * world - 1}, and every chunk must have one rank. Change chunks or chunks_per_rank"
+        )
+    return dealt
 
 
 def check_name(argument: str, name: str) -> None:
@@ -198,7 +203,7 @@ class ResolvedLayout(Owner):
         if layout == "per_document":
             return cls(layout, _by_document(documents or (0, length), world))
         chunk = length // length_multiple(layout, world)
-        dealt = [_find(layout).chunks(rank, world) for rank in range(world)]
+        dealt = _dealt(layout, _find(layout), world)
         return cls(layout, tuple(merge_ranges((c * chunk, (c + 1) * chunk) for c in chunks) for chunks in dealt))
 
     @property

@@ -232,3 +232,66 @@ def test_autocast(ranks: Any) -> None:
     for found in ranks(2, under_autocast, [FLUX, WAN, QWEN, SD3]):
         for alone, split in found.values():
             assert all(y <= 1.5 * x for x, y in zip(alone, split, strict=True)), found
+
+
+# --------------------------------------------------------------------------- what is not split as it should be
+
+
+def outcome(
+    name: str, changes: dict[str, Any], inputs: dict[str, Any], then: Callable[[Any], None] = lambda _: None
+) -> str:
+    """The error of a prepared model, or that its output is or is not that of one device."""
+    alone, given = tiny_transformer(name, changes)
+    model = copy.deepcopy(alone)
+    try:
+        prepare(model)
+        for made in (alone, model):
+            then(made)
+        found = compare(alone, model, lambda made: [made(**given | inputs, return_dict=False)[0]])
+    except (NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "exact" if found <= 1e-9 else f"wrong by {found:.1g}"
+
+
+def smooth_queries(made: Any) -> None:
+    """Smoothed energy guidance, as the guider applies it."""
+    from diffusers.hooks.smoothed_energy_guidance_utils import (
+        SmoothedEnergyGuidanceConfig,
+        _apply_smoothed_energy_guidance_hook,
+    )
+
+    _apply_smoothed_energy_guidance_hook(made, SmoothedEnergyGuidanceConfig(indices=[0]), 1.0)
+
+
+@on_ranks
+def not_split() -> dict[str, str]:
+    draw = torch.Generator().manual_seed(3)
+    prompt = torch.randn(2, 18, 10, generator=draw, dtype=torch.float64)  # as many tokens as a rank has of the image
+    two_tokens = torch.randn(2, 4, 4, 2, generator=draw, dtype=torch.float64)
+    five = torch.randn(2, 5, 10, generator=draw, dtype=torch.float64)
+    holes = torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1, 0]]).bool()
+    of_prompt = {"encoder_hidden_states": prompt, "encoder_attention_mask": None}
+    without = {"encoder_hidden_states": None, "encoder_attention_mask": None}
+    return {
+        "queries that are smoothed": outcome(WAN, {}, {}, smooth_queries),
+        "a prompt in place of the image": outcome("Transformer2DModel", {"only_cross_attention": True}, of_prompt),
+        "the image in place of a prompt": outcome("Transformer2DModel", {"double_self_attention": True}, without),
+        "a share as long as the image": outcome(
+            "CogView4Transformer2DModel", {}, {"hidden_states": two_tokens, "encoder_hidden_states": five}
+        ),
+        "a mask with holes": outcome("MochiTransformer3DModel", {}, {"encoder_attention_mask": holes}),
+        "one without": outcome("MochiTransformer3DModel", {}, {"encoder_attention_mask": holes.sort(-1)[0].flip(-1)}),
+    }
+
+
+def test_what_is_not_split_is_refused(ranks: Any) -> None:
+    for found in ranks(2, not_split):
+        assert found.pop("one without") == "exact"
+        words = [
+            "NotImplementedError: WanTransformer3DModel runs with smoothed energy guidance",
+            "NotImplementedError: Attention got encoder_hidden_states where blocks",
+            "NotImplementedError: Attention got no encoder_hidden_states",
+            "ValueError: 2 tokens of the image and 5 of the prompt cannot be split",
+            "NotImplementedError: MochiTransformerBlock got an encoder_attention_mask that hides tokens before",
+        ]
+        assert all(got.startswith(text) for got, text in zip(found.values(), words, strict=True)), found

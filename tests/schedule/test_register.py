@@ -53,6 +53,13 @@ def test_layouts_that_cannot_be_registered() -> None:
     assert "twice" not in layouts.LAYOUTS
 
 
+def test_chunks_for_many_ranks_are_checked_when_they_are_used() -> None:
+    layouts.register("up_to_eight", lambda rank, world: (min(rank, 8),))
+    assert layouts.ResolvedLayout.of("up_to_eight", 9, 18).held[8] == ((16, 18),)
+    with pytest.raises(ValueError, match=r"layout='up_to_eight' deals the chunks .* to 12 ranks"):
+        layouts.ResolvedLayout.of("up_to_eight", 12, 24)
+
+
 @pytest.mark.parametrize("name", ["two words", "a|b", ""])
 def test_names_that_no_op_could_receive_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot be registered"):
