@@ -161,7 +161,7 @@ def test_without_a_compiler_pytorch_merges(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     spec: Any = fused.__spec__
-    fresh = importlib.util.module_from_spec(spec)  # as another process has it: a failure is remembered
+    fresh = importlib.util.module_from_spec(spec)  # as another process has it: it keeps a failure
     spec.loader.exec_module(fresh)
     monkeypatch.setattr(fresh, "launch_merge", refuse)
     with pytest.warns(RuntimeWarning, match=r"Triton cannot compile.*Failed to find C compiler.*HYPER_CP_TRITON=0"):
