@@ -179,15 +179,15 @@ def _over_hosts(size: int, rank: int, per_host: int, rounds: tuple[tuple[int, ra
             if hop > hops[0]:
                 moves.append(replace(onward, source=len(moves) - 1))
             elif step:
-                begun, before = len(moves), begun
-                moves.append(replace(across, source=before, ahead=begun - before))
+                source, begun = begun, len(moves)
+                moves.append(replace(across, source=source, meanwhile=begun - source))
             else:
                 moves.append(pair(size, rank_at(0, hop), rank_at(0, -hop), whole))
             if hop < hops[-1]:
                 gradient_moves.append(replace(back, source=len(moves)))
             else:
                 home = pair(size, rank_at(step, hop), rank_at(-step, -hop), whole)
-                gradient_moves.append(replace(home, ahead=len(hops) if step else 0))
+                gradient_moves.append(replace(home, meanwhile=len(hops) if step else 0))
     return Transfers(tuple(moves), 1, tuple(gradient_moves))
 
 
