@@ -73,12 +73,15 @@ class Arrivals:
 # that is as slow as the computation is long, a ring takes 1.21 times as long as either if shares are whole
 # (benchmarks/simulated/overlap.py), 1.19 times if the pieces are heads and tails, and 1.12 times with these.
 _IN_PIECES_UP_TO = 4  # ranks
-_LEAST_PIECE = 512  # rows; kernels are slower on fewer
 
 
-def ring(demand: KeyDemand) -> Arrivals:
+def ring(demand: KeyDemand, least_piece: int = 512) -> Arrivals:
     """Shares travel on to the next rank, hop by hop, as far as any rank needs them. In backward the gradient of a share
-    goes on with it, one hop behind, and from the last rank straight home."""
+    goes on with it, one hop behind, and from the last rank straight home.
+
+    Args:
+        least_piece: the fewest rows of a piece, on which kernels are not yet slower. Shorter shares travel whole.
+    """
     size, rank, own = demand.size, demand.rank, demand.keys[demand.rank]
     share = _length(placed(own))
     hops = 0
@@ -86,7 +89,7 @@ def ring(demand: KeyDemand) -> Arrivals:
         hops = max([hops, *((receiver - origin) % size for origin in origins)])
         if hops == size - 1:
             break
-    pieces = _pieces(share, 1 if size > _IN_PIECES_UP_TO or share < 2 * _LEAST_PIECE else 2)
+    pieces = _pieces(share, 1 if size > _IN_PIECES_UP_TO or share < 2 * least_piece else 2)
     blocks = [placed(own)]
     for hop in range(1, hops + 1):
         held = placed(demand.keys[(rank - hop) % size])
@@ -176,15 +179,15 @@ def _over_hosts(size: int, rank: int, per_host: int, rounds: tuple[tuple[int, ra
             if hop > hops[0]:
                 moves.append(replace(onward, source=len(moves) - 1))
             elif step:
-                begun, before = len(moves), begun
-                moves.append(replace(across, source=before, ahead=begun - before))
+                source, begun = begun, len(moves)
+                moves.append(replace(across, source=source, meanwhile=begun - source))
             else:
                 moves.append(pair(size, rank_at(0, hop), rank_at(0, -hop), whole))
             if hop < hops[-1]:
                 gradient_moves.append(replace(back, source=len(moves)))
             else:
                 home = pair(size, rank_at(step, hop), rank_at(-step, -hop), whole)
-                gradient_moves.append(replace(home, ahead=len(hops) if step else 0))
+                gradient_moves.append(replace(home, meanwhile=len(hops) if step else 0))
     return Transfers(tuple(moves), 1, tuple(gradient_moves))
 
 

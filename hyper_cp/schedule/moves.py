@@ -35,7 +35,7 @@ class Move:
         rows: the rows of the source that leave; for ``"rows"`` those for rank 0 first, then those for rank 1, and so
             on.
         sent, received: the number of rows for, and from, each rank, none of its own.
-        ahead: 0, or the number of blocks that are used while these rows are under way, on links of their own: they
+        meanwhile: 0, or the number of blocks that are used while these rows are under way, on links of their own: they
             leave apart from the others, which do not wait for them.
     """
 
@@ -44,7 +44,7 @@ class Move:
     rows: Rows
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    ahead: int = 0
+    meanwhile: int = 0
 
     @cached_property
     def transposed(self) -> Move:
@@ -58,10 +58,10 @@ class Move:
         return to, origin
 
 
-def pair(size: int, to: int, origin: int, rows: Sequence[Range], source: int = HOME, ahead: int = 0) -> Move:
+def pair(size: int, to: int, origin: int, rows: Sequence[Range], source: int = HOME) -> Move:
     """The move of a rank that sends rows to one rank and receives as many from another."""
     selected = Rows(rows)
-    return Move("pair", source, selected, only(size, to, selected.length), only(size, origin, selected.length), ahead)
+    return Move("pair", source, selected, only(size, to, selected.length), only(size, origin, selected.length))
 
 
 def only(size: int, rank: int, rows: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class Transfers:
                 "leaves through a move of its own. Give one gradient move for each move"
             )
         for i, move in enumerate(self.moves):
-            ahead = move.ahead or self.ahead
+            ahead = move.meanwhile or self.ahead
             if move.source != HOME and move.source > i - ahead:
                 raise ValueError(
                     f"move {i} sends block {move.source} on, with {ahead} moves under way at once. It is posted "
@@ -158,7 +158,7 @@ class Transfers:
             added_to.setdefault(move.source, []).append(block)
         following: dict[int, list[int]] = {}  # the moves that are posted when a block has arrived
         for block, move in enumerate(self.moves):
-            following.setdefault(max(HOME, block - (move.ahead or self.ahead)), []).append(block)
+            following.setdefault(max(HOME, block - (move.meanwhile or self.ahead)), []).append(block)
         yield from self._posts(following.get(HOME, []), None)
         yield Event("use", HOME)
         for block in range(len(self.moves)):
@@ -182,8 +182,8 @@ class Transfers:
         """Start moves of keys, and that of a gradient together with the one on the same links. What is on its way for
         long goes first."""
         for apart in (True, False):
-            mine = [block for block in blocks if (self.moves[block].ahead > 0) == apart]
-            leaves = gradient is not None and (self.gradient_moves[gradient].ahead > 0) == apart
+            mine = [block for block in blocks if (self.moves[block].meanwhile > 0) == apart]
+            leaves = gradient is not None and (self.gradient_moves[gradient].meanwhile > 0) == apart
             for i, block in enumerate(mine):
                 yield Event("post", block, gradient if leaves and not i else None)
             if leaves and not mine:

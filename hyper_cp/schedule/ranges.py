@@ -149,12 +149,12 @@ class Rows:
 
     def within(self, selected: Range) -> Iterator[tuple[int, Range]]:
         """The ranges of positions that a range of this selection selects, each with its place in that range."""
-        before = 0
+        at = 0
         for start, stop in self.ranges:
-            low, high = max(selected[0], before), min(selected[1], before + stop - start)
+            low, high = max(selected[0], at), min(selected[1], at + stop - start)
             if low < high:
-                yield low - selected[0], (start + low - before, start + high - before)
-            before += stop - start
+                yield low - selected[0], (start + low - at, start + high - at)
+            at += stop - start
 
     def index(self, device: torch.device) -> Tensor:
         """The positions, ``[length]`` int64 on the device. No call waits for the device.

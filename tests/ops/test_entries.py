@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallelHandler
+from hyper_cp.memory import MemoryCounter
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import Entries, attention, gather_windows, windows
-from hyper_cp.ops.entries import EntryTiles
 from hyper_cp.schedule import windows as schedule_windows
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import attention_and_lse, relative_error
@@ -168,34 +168,28 @@ def test_entries_travel_and_not_tokens(ranks: Ranks) -> None:
 
 @on_ranks
 def sizes(length: int, every: int, selects: bool) -> tuple[int, int]:
-    """The largest mask of forward and backward, and the elements of the largest tensor that is kept for backward."""
-    kept, masks, share, make = list[int](), [0], length // 2, EntryTiles._inputs
+    """The bytes that forward and backward make at once, and the elements of the largest tensor that is kept."""
+    kept, share = list[int](), length // 2
     q, entries = torch.randn(1, 1, share, 1), torch.randn(1, 1, length // every, 1, requires_grad=True)
     listed = torch.zeros(1, 1, share, 1, dtype=torch.int32) if selects else None
-
-    def counted(*arguments: Any) -> Any:
-        found = make(*arguments)
-        masks.append(0 if found.mask is None else found.mask.numel())
-        return found
 
     def pack(x: Tensor) -> Tensor:
         kept.append(x.numel())
         return x
 
     saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    with patch.object(EntryTiles, "_inputs", counted), saved:
+    with MemoryCounter() as memory, saved:
         pooled = Entries(entries, entries, every, listed)
         out = attention(q.requires_grad_(), q, q, mesh=cp_mesh(), entries=pooled, window=(5, 0))
         out.sum().backward()  # type: ignore[union-attr]
-    return max(masks), max(kept)
+    return memory.peak["cpu"], max(kept)
 
 
 @pytest.mark.parametrize("selects", [False, True])
 def test_no_mask_of_queries_and_entries_exists(ranks: Ranks, selects: bool) -> None:
-    """A mask of all pairs would have 4,096 x 64 elements. One of 1,024 queries has the 8 entries of their own
-    tokens; what is kept is as large as the queries."""
-    for masks, kept in ranks(2, sizes, 8192, 128, selects):
-        assert masks <= (0 if selects else 1024 * 8) and kept == 4096
+    """A mask of all pairs would have 16,384 x 256 bytes. What is kept is as large as the queries."""
+    for peak, kept in ranks(2, sizes, 1 << 15, 128, selects):
+        assert peak < (1 << 14) * 256 and kept == 1 << 14
 
 
 @given(

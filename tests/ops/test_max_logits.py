@@ -173,7 +173,7 @@ def double_of_flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) ->
 
 def test_the_kernel_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tiles with and without parts, as on CUDA: the largest logits of rows, raised in place."""
-    monkeypatch.setattr(flex_kernel, "_plain", lambda: double_of_flex_attention)
+    monkeypatch.setattr(flex_kernel, "flex_attention", double_of_flex_attention)
     kernel = flex_kernel.FlexKernel(compiled=False)
     q, k, v = (torch.randn(1, heads, 12, 16, generator=torch.Generator().manual_seed(3)) for heads in (4, 2, 2))
     for parts in (None, (((0, 5), (0, 7)), ((5, 9), (7, 12)))):

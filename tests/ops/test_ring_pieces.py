@@ -19,7 +19,6 @@ from tests.harness.oracle import plain_attention, relative_error, token_position
 from tests.harness.ranks import on_ranks
 
 LENGTH = 120
-"""No other test has it: schedules of a length are kept."""
 
 CASES: list[dict[str, Any]] = [
     {"is_causal": True, "layout": "head_tail"},
@@ -30,28 +29,32 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+def ring_in_pieces(demand: arrivals.KeyDemand) -> arrivals.Arrivals:
+    """A ring whose shares travel in pieces even if they are short."""
+    return arrivals.ring(demand, least_piece=1)
+
+
 @on_ranks
 def errors_and_messages(world: int) -> tuple[list[float], list[list[int]]]:
     """The largest error of each case, and the bytes of each of its messages between neighbours."""
     mesh, found, sent = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",)), [], []
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(2, h, LENGTH, 8, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "_LEAST_PIECE", 1)
-        for case in CASES:
-            mine = torch.tensor(token_positions(case.get("layout", "contiguous"), mesh.get_rank(), world, LENGTH))
-            q, k, v, dout = (x[:, :, mine].clone() for x in whole)
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            with comm.record_traffic() as traffic:
-                out = attention(*leaves, mesh=mesh, kv_exchange="ring", enable_gqa=True, **case)
-                got = [out, *torch.autograd.grad(out, leaves, dout)]
-            sent.append([n for operation, n in traffic.entries if operation == "send_recv"])
-            leaves = [x.clone().requires_grad_() for x in whole[:3]]
-            documents = [case["documents"]] if "documents" in case else None
-            seen = visible_pairs(LENGTH, case.get("is_causal", False), case.get("window"), documents)
-            expected = plain_attention(*leaves, visible=seen)
-            want = [expected, *torch.autograd.grad(expected, leaves, whole[3])]
-            found.append(max(relative_error(x, y[:, :, mine]) for x, y in zip(got, want, strict=True)))
+    arrivals.register_exchange("ring_in_pieces", ring_in_pieces)
+    for case in CASES:
+        mine = torch.tensor(token_positions(case.get("layout", "contiguous"), mesh.get_rank(), world, LENGTH))
+        q, k, v, dout = (x[:, :, mine].clone() for x in whole)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with comm.record_traffic() as traffic:
+            out = attention(*leaves, mesh=mesh, kv_exchange="ring_in_pieces", enable_gqa=True, **case)
+            got = [out, *torch.autograd.grad(out, leaves, dout)]
+        sent.append([n for operation, n in traffic.entries if operation == "send_recv"])
+        leaves = [x.clone().requires_grad_() for x in whole[:3]]
+        documents = [case["documents"]] if "documents" in case else None
+        seen = visible_pairs(LENGTH, case.get("is_causal", False), case.get("window"), documents)
+        expected = plain_attention(*leaves, visible=seen)
+        want = [expected, *torch.autograd.grad(expected, leaves, whole[3])]
+        found.append(max(relative_error(x, y[:, :, mine]) for x, y in zip(got, want, strict=True)))
     return found, sent
 
 

@@ -105,7 +105,7 @@ def test_bytes_of_a_double_ring_are_the_same_on_every_link(hosts: int, per_host:
             assert between_hosts(moves, rank, per_host) == (hosts - 1) * rows
             assert sum(sum(move.sent) for move in moves) == (ring - 1) * rows
             assert all(
-                (move.ahead > 0) == (to // per_host != rank // per_host) == (origin // per_host != rank // per_host)
+                (move.meanwhile > 0) == (to // per_host != rank // per_host) == (origin // per_host != rank // per_host)
                 for move in moves
                 for to, origin in [move.peers]
             )
@@ -125,7 +125,7 @@ def test_shares_travel_to_other_hosts_for_a_whole_round() -> None:
         uses, waits, posted = 0, list[tuple[str, int]](), dict[tuple[str, int], int]()
         for kind, block, gradient in events:
             for way, number, moves in (("keys", block, each.moves), ("sums", gradient, each.gradient_moves)):
-                if number is None or not moves[number].ahead or kind == "use":
+                if number is None or not moves[number].meanwhile or kind == "use":
                     continue
                 if kind == "post":
                     posted[way, number] = uses

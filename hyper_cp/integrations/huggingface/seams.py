@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import linecache
 import re
 import sys
 import textwrap
@@ -42,11 +43,21 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any:
 
 @cache
 def source_of(function: Callable[..., Any]) -> str:
-    """The source of a function; "" if there is none."""
+    """The source of a function or class; "" if there is none."""
     try:
-        return inspect.getsource(inspect.unwrap(function))
+        made = inspect.unwrap(function)
+        return (_class_source(made) if inspect.isclass(made) else "") or inspect.getsource(made)
     except (OSError, TypeError):
         return ""
+
+
+def _class_source(kind: type[Any]) -> str:
+    """The source of a class that its file defines at the first level, without decorators; "" for others.
+    ``inspect.getsource`` parses the whole file for each class before Python 3.13."""
+    lines = linecache.getlines(inspect.getsourcefile(kind) or "")
+    begins = re.compile(rf"class {kind.__qualname__}\b")
+    at = [number for number, line in enumerate(lines) if begins.match(line)]
+    return "".join(inspect.getblock(lines[at[0] :])) if len(at) == 1 else ""
 
 
 @cache

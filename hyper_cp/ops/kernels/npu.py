@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...schedule.tiles import FULL, Band, shift
 from .inputs import Rectangle, TileInputs, backward_each, forward_each
-from .operators import Packing, gather, packing, rows_at_once, scatter, window
+from .operators import MASK_AT_ONCE, Packing, gather, packing, rows_at_once, scatter, window
 from .reference import KERNEL as REFERENCE
 from .reference import band_mask
 
@@ -24,10 +24,16 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 class NPUKernel:
+    """The operator as a kernel for any tile. Of a mask with more elements than ``mask_at_once`` some rows are computed
+    after others."""
+
     name = "npu fusion attention"
 
+    def __init__(self, mask_at_once: int = MASK_AT_ONCE) -> None:
+        self.mask_at_once = mask_at_once
+
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        if (rectangles := _rectangles(tile)) is not None:
+        if (rectangles := _rectangles(tile, self.mask_at_once)) is not None:
             return forward_each(self.forward, tile, rectangles)
         if tile.parts is not None:
             return _packed_forward(tile)
@@ -40,7 +46,7 @@ class NPUKernel:
         return out if layout == "BNSD" else out.transpose(1, 2), _log_sum_exp(largest, total)
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if (rectangles := _rectangles(tile)) is not None:
+        if (rectangles := _rectangles(tile, self.mask_at_once)) is not None:
             return backward_each(self.backward, tile, rectangles, dout, out, lse)
         if tile.parts is not None:
             return _packed_backward(tile, dout, out, lse)
@@ -52,13 +58,14 @@ class NPUKernel:
         return dq, dk, dv
 
 
-def _rectangles(tile: TileInputs) -> Iterator[Rectangle] | None:
+def _rectangles(tile: TileInputs, mask_at_once: int) -> Iterator[Rectangle] | None:
     """The parts of a tile, or rows whose boolean mask is not too large; None: the tile is computed by other means."""
     if tile.parts is not None:
         return None if _fits_one_call(tile) else tile.rectangles()
-    if tile.mask is None or _is_additive(tile) or rows_at_once(tile) >= tile.q.shape[2]:
+    if tile.mask is None or _is_additive(tile):
         return None
-    return tile.row_bands(rows_at_once(tile))
+    rows = rows_at_once(tile, mask_at_once)
+    return tile.row_bands(rows) if rows < tile.q.shape[2] else None
 
 
 def _is_additive(tile: TileInputs) -> bool:

@@ -26,8 +26,8 @@ from .reference import additive_mask
 # computes more that no row sees.
 _BAND_ROWS = 256
 
-# The most elements of a mask that is made for an operator (64 MiB in bf16). More rows are computed one after another.
-_BIAS = 1 << 25
+MASK_AT_ONCE = 1 << 25
+"""The most elements of a mask that is made for an operator (64 MiB in bf16), unless its rows are few."""
 _LEAST_ROWS = 64
 
 
@@ -50,6 +50,7 @@ class OperatorKernel:
         flash: takes a band, and all ``parts`` of a tile in one call, as :func:`window` describes them. Without it
             parts are attended one after another, and bands with an additive mask.
         others: for rectangles whose shapes do not recur, or that ``dense`` does not take; default: ``dense``.
+        mask_at_once: the most elements of a mask that is made for ``biased``; rows beyond are computed afterwards.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class OperatorKernel:
         biased: Operator | None = None,
         flash: Operator | None = None,
         others: Operator | None = None,
+        mask_at_once: int = MASK_AT_ONCE,
     ) -> None:
         self.name, self.dense, self.biased, self.flash, self.others = name, dense, biased, flash, others or dense
+        self.mask_at_once = mask_at_once
 
     def check(self, masked: bool, band: Band) -> None:
         """Raise ``NotImplementedError`` if a call with an explicit mask, or under this band, has no operator."""
@@ -93,7 +96,7 @@ class OperatorKernel:
             return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf)
 
         tile = _with_heads(biased, tile)
-        return forward_each(attend, tile, _with_additive_masks(tile))
+        return forward_each(attend, tile, _with_additive_masks(tile, self.mask_at_once))
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         operator, kv_heads = self.operator(tile), tile.k.shape[1]
@@ -105,7 +108,9 @@ class OperatorKernel:
             biased = self._biased(tile)
             tile = _with_heads(biased, tile)
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(x - lse) = 0 where nothing is seen
-            dq, dk, dv = backward_each(biased.backward, tile, _with_additive_masks(tile), dout, out, lse)
+            dq, dk, dv = backward_each(
+                biased.backward, tile, _with_additive_masks(tile, self.mask_at_once), dout, out, lse
+            )
         return dq, sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
 
     def _biased(self, tile: TileInputs) -> Operator:
@@ -145,20 +150,20 @@ def window(tile: TileInputs) -> tuple[int, int] | None:
     return -1 if left is None else left, -1 if right is None else right
 
 
-def _with_additive_masks(tile: TileInputs) -> Iterator[Rectangle]:
+def _with_additive_masks(tile: TileInputs, mask_at_once: int) -> Iterator[Rectangle]:
     """Cut a tile into bands of rows, each of which has an additive mask in place of the band and mask of the tile."""
     same = tile.mask is not None and tile.mask.shape[2] == 1 and tile.band == FULL  # for all rows
-    for rows, cols, piece in tile.row_bands(tile.q.shape[2] if same else rows_at_once(tile)):
+    for rows, cols, piece in tile.row_bands(tile.q.shape[2] if same else rows_at_once(tile, mask_at_once)):
         height = 1 if same else piece.q.shape[2]
         piece.mask = additive_mask(height, piece.k.shape[2], piece.band, piece.mask, piece.q)
         piece.band = FULL
         yield rows, cols, piece
 
 
-def rows_at_once(tile: TileInputs) -> int:
-    """The number of rows whose mask is not too large to be made in one piece."""
+def rows_at_once(tile: TileInputs, mask_at_once: int) -> int:
+    """The number of rows whose mask has no more elements, but of some rows at least."""
     batch, heads = (1, 1) if tile.mask is None else tile.mask.shape[:2]
-    most = max(_LEAST_ROWS, _BIAS // (batch * heads * tile.k.shape[2]))
+    most = max(_LEAST_ROWS, mask_at_once // (batch * heads * tile.k.shape[2]))
     return min(most, tile.q.shape[2] if tile.band == FULL else _BAND_ROWS)
 
 

@@ -446,13 +446,8 @@ def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     fits = k.shape[3] <= sum(MOST) and v.shape[3] <= MOST[0]
     if not q.is_cuda or not half or not fits or torch.are_deterministic_algorithms_enabled():
         return False
-    if not switched_on() or not _installed():
+    if not switched_on() or importlib.util.find_spec("triton") is None:
         return False
     card = torch.cuda.get_device_properties(q.device)
     needed = _MEMORY if k.shape[3] > 192 or v.shape[3] > 128 else _MEMORY // 2
     return card.major >= 8 and getattr(card, "shared_memory_per_block_optin", 0) >= needed
-
-
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

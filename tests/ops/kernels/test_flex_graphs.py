@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.ops.kernels import TileInputs
-from hyper_cp.ops.kernels.scores import Softcap, TileScore, flex_kernel
+from hyper_cp.ops.kernels.scores import Softcap, TileScore
+from hyper_cp.ops.kernels.scores.flex_kernel import FlexKernel, tile_blocks
 from hyper_cp.ops.kernels.scores.mods import dense_blocks
 from hyper_cp.schedule.lookup import Key, schedule
 from hyper_cp.schedule.tiles import Band
@@ -44,14 +45,12 @@ class Graphs:
 @contextmanager
 def counted() -> Iterator[Graphs]:
     graphs, compile = Graphs(), torch.compile
-    flex_kernel._compiled.cache_clear()
     torch._dynamo.reset()
     with (
         mock.patch.object(torch, "compile", lambda function, **how: compile(function, **{"backend": graphs, **how})),
         backward_on_the_cpu(),
     ):
         yield graphs
-    flex_kernel._compiled.cache_clear()
 
 
 def tiles(band: Band, cap: float) -> Iterator[tuple[TileInputs, bool]]:
@@ -75,35 +74,34 @@ def tiles(band: Band, cap: float) -> Iterator[tuple[TileInputs, bool]]:
                             yield TileInputs(q, k, k, tile.band, 0.25, score=score), bool(backward)
 
 
-def run(tile: TileInputs, backward: bool) -> None:
+def run(kernel: FlexKernel, tile: TileInputs, backward: bool) -> None:
     if backward:
-        flex_kernel.KERNEL.backward(tile, tile.q, tile.q, torch.zeros(tile.q.shape[:3]))
+        kernel.backward(tile, tile.q, tile.q, torch.zeros(tile.q.shape[:3]))
     else:
-        flex_kernel.KERNEL.forward(tile)
+        kernel.forward(tile)
 
 
 def test_one_graph_serves_all_tiles_each_way() -> None:
     """Gemma 2's layers: softcap, and a window in every second one."""
-    calls = 0
+    calls, kernel = 0, FlexKernel()
     with counted() as graphs:
         for band in (GLOBAL, WINDOW):
             for tile, backward in tiles(band, 50.0):
-                run(tile, backward)
+                run(kernel, tile, backward)
                 calls += 1
                 assert graphs.runs == calls, "a tile ran outside of the compiled graphs"
     assert calls > 40 and graphs.compiled == 2, graphs.compiled
 
 
 def test_past_the_limit_is_an_error_and_not_plain_math() -> None:
-    q = torch.randn(1, 2, 256, DIM)
+    q, kernel = torch.randn(1, 2, 256, DIM), FlexKernel(most_graphs=2)
     with (
         counted() as graphs,
-        mock.patch.object(flex_kernel, "_MOST_GRAPHS", 2),
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.raises(RuntimeError, match=r"compiled for 2 different calls.*Use fewer functions"),
     ):
         for cap in (10.0, 20.0, 30.0):
-            run(TileInputs(q, q, q, GLOBAL, 0.25, score=TileScore(Softcap(cap), None)), False)
+            run(kernel, TileInputs(q, q, q, GLOBAL, 0.25, score=TileScore(Softcap(cap), None)), False)
     assert graphs.compiled == graphs.runs == 2
 
 
@@ -118,7 +116,7 @@ def test_blocks_without_evaluation_are_visible_as_a_whole(band: Band, shape: tup
     rows, cols = shape
     q, k = (torch.empty(1, 1, n, 16) for n in shape)
     mask = torch.ones(1, 1, rows, cols, dtype=torch.bool) if masked else None
-    blocks = flex_kernel.tile_blocks(TileInputs(q, k, k, band, 1.0, mask), lambda b, h, i, j: i >= 0)
+    blocks = tile_blocks(TileInputs(q, k, k, band, 1.0, mask), lambda b, h, i, j: i >= 0)
     distance = torch.arange(cols) - torch.arange(rows)[:, None]
     seen = (distance >= (-999 if band[0] is None else band[0])) & (distance <= (999 if band[1] is None else band[1]))
     assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,24 +28,15 @@ from . import MaskMod, ScoreMod
 from .mods import Mods, ordered_blocks
 
 _BLOCK = 128
-_MOST_GRAPHS = 128
-"""Graphs of FlexAttention in a process: of every score function, head dim, dtype and the like, forward and backward."""
-
-
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Any]:
-    """FlexAttention compiled as a whole: past the limit of recompilations torch then raises an error, in place of its
-    plain math, which would make all logits of a tile."""
-    return torch.compile(_plain(), dynamic=True, fullgraph=True)
 
 
 @contextmanager
-def _room_for_graphs() -> Iterator[None]:
+def _room_for_graphs(most: int) -> Iterator[None]:
     """Let torch keep more graphs of one function than its 8. In them lengths that happen to be equal stay different
     numbers, and a score's floats are constants: as inputs of a graph they cannot be differentiated past. Private
     configuration, since no public name sets it for one function."""
     dynamo, shapes = torch._dynamo, importlib.import_module("torch.fx.experimental._config")
-    kept = max(_MOST_GRAPHS, dynamo.config.recompile_limit)
+    kept = max(most, dynamo.config.recompile_limit)
     with dynamo.config.patch(recompile_limit=kept, specialize_float=True), shapes.patch(use_duck_shape=False):
         try:
             yield
@@ -66,12 +57,24 @@ def _plain() -> Callable[..., Any]:
 
 
 class FlexKernel:
-    """FlexAttention as a kernel for tiles with a score. ``compiled=False`` runs its math uncompiled."""
+    """FlexAttention as a kernel for tiles with a score.
+
+    Args:
+        compiled: False runs its math uncompiled.
+        most_graphs: the most graphs that are kept: of every score function, head dim, dtype and the like, forward and
+            backward. A call that needs a further one is an error.
+    """
 
     name = "flex attention"
 
-    def __init__(self, compiled: bool = True) -> None:
-        self.compiled = compiled
+    def __init__(self, compiled: bool = True, most_graphs: int = 128) -> None:
+        self.compiled, self.most_graphs = compiled, most_graphs
+
+    @cached_property
+    def _flex(self) -> Callable[..., Any]:
+        """FlexAttention compiled as a whole: past the limit of recompilations torch then raises an error, in place of
+        its plain math, which would make all logits of a tile."""
+        return torch.compile(_plain(), dynamic=True, fullgraph=True) if self.compiled else _plain()
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.parts is not None:
@@ -102,11 +105,10 @@ class FlexKernel:
     def _attend(self, tile: TileInputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         score_mod, mask_mod = functions(tile)
         mask = tile_blocks(tile, mask_mod)
-        run = _compiled() if self.compiled else _plain()
         aux = AuxRequest(lse=True, max_scores=tile.largest is not None)
         options = {"scale": tile.scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": aux}
-        with _room_for_graphs():
-            out, aux = run(q, k, v, score_mod=score_mod, block_mask=mask, **options)
+        with _room_for_graphs(self.most_graphs):
+            out, aux = self._flex(q, k, v, score_mod=score_mod, block_mask=mask, **options)
         tile.raise_largest(aux.max_scores.unsqueeze(3)) if tile.largest is not None else None
         return out, aux.lse
 
