@@ -93,6 +93,11 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", PLACES)
 """Names of the types of tokens (text, image ...) in batches."""
 PROMPT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *TOKEN_TYPES)
 """Names of the arguments with rows of positions in the forward of a prompt."""
+ON_THE_HOST = (
+    "A prepared model reads its batch on the host, at the entrance of the decoder, and cannot be one compiled graph. "
+    "Compile its layers with fullgraph=True, or the model without it"
+)
+"""The reason for which hooks run outside of graphs. (Their code would mostly be traced, but documents have no fake.)"""
 
 
 def prepare_model(
@@ -460,6 +465,7 @@ class DecoderHook:
         """This rank's share of a whole batch, for :func:`hyper_cp.verify`."""
         return prepare_batch(handler, batch)
 
+    @torch.compiler.disable(reason=ON_THE_HOST)
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
@@ -686,6 +692,7 @@ class HeadHook:
         self.decoder = decoder
         self.formula_checked = False
 
+    @torch.compiler.disable(reason=ON_THE_HOST)
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse arguments that the head would apply to this rank's share only. A model that makes masks of the types
         of tokens is given those of the whole sequence."""
@@ -756,6 +763,7 @@ class HeadHook:
         at = torch.tensor([row if cache.handler.cp.rank == rank else 0], device=tokens.device)
         return {**others, **local}, dict.fromkeys(kept, at)
 
+    @torch.compiler.disable(reason=ON_THE_HOST)
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
         forward.offer(None)

@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,11 @@ PRODUCTS = {torch.matmul: 0, torch.bmm: 0, Tensor.matmul: 0, Tensor.bmm: 0, torc
 """Products of queries and keys, and the place of the queries among their arguments."""
 BIASES = {"build_alibi_tensor", "build_mpt_alibi_tensor"}
 """Methods of decoders that make ALiBi biases ``[B * H | H, 1, S]``, which are added to the scores of each head."""
+WRITTEN = (
+    "The module writes its attention out. Its products are recorded and then routed, which cannot be part of a compiled "
+    "graph. Compile without fullgraph=True"
+)
+"""The reason for which such a module runs outside of graphs."""
 
 
 def written_attention(decoder: PreTrainedModel) -> list[nn.Module]:
@@ -61,6 +67,8 @@ def record(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
     decoder.config._attn_implementation = NAME  # it makes requests for masks, which modules add to scores
     for module in modules:
         run_in(module, _recorded)
+        # Dynamo does not trace recorded scores: it breaks the graph between them, and mixes up their attributes (MPT).
+        module.forward = MethodType(torch.compiler.disable(type(module).forward, reason=WRITTEN), module)
     for name in BIASES & set(dir(decoder)):
         setattr(decoder, name, _of_all_ranks(getattr(decoder, name)))
 
@@ -68,6 +76,7 @@ def record(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
 def _of_all_ranks(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A method that makes ALiBi biases, for the positions of all ranks while a forward on several of them runs."""
 
+    @torch.compiler.disable(reason=WRITTEN)
     def built(first: Any, *args: Any, **kwargs: Any) -> Tensor:
         state = running()
         if not isinstance(state, ForwardState) or state.counted is None:
@@ -83,6 +92,7 @@ def _of_all_ranks(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return built
 
 
+@torch.compiler.disable(reason=WRITTEN)
 def _recorded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchFunctionMode | None:
     state = state_for(module)
     if not isinstance(state, ForwardState):
@@ -104,8 +114,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A KeyboardInterrupt ends a module's call without its hooks.
-        if not (torch.compiler.is_compiling() or is_running(self.module)):
+        if not is_running(self.module):  # a KeyboardInterrupt ends a module's call without its hooks
             return func(*args, **kwargs)
         given = (*args, *kwargs.values())
         if any(isinstance(x, Scores) for x in given):

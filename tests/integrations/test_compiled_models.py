@@ -1,0 +1,97 @@
+"""Prepared transformers models in torch.compile, whole or by layer, with other padding and documents in every batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hyper_cp.cli.modes import named_mode
+from tests.harness.hf_causal import tiny_causal
+from tests.harness.hf_models import gradients, prepared, tokens
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+
+pytest.importorskip("transformers")
+
+LENGTH = 24
+RING = named_mode("ring, head_tail")
+
+
+def padded(first: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    """A batch whose first row ends in padding, and the parts of the rows that see each other."""
+    ids = tokens(LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, -first:] = 0
+    return {"input_ids": ids, "attention_mask": mask}, [(0, LENGTH)]
+
+
+def packed(first: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    """A batch of two documents, and their ends."""
+    positions = torch.cat([torch.arange(first), torch.arange(LENGTH - first)])
+    return {"input_ids": tokens(LENGTH), "position_ids": positions.expand(2, -1)}, [(0, first), (first, LENGTH)]
+
+
+def alone(model: Any, batch: dict[str, Tensor], parts: list[tuple[int, int]]) -> Tensor:
+    """Logits of the model on one device, where documents are sequences of their own."""
+    rows = {name: x for name, x in batch.items() if name != "position_ids"}
+    return torch.cat([model(**{k: x[:, a:b] for k, x in rows.items()}, use_cache=False).logits for a, b in parts], 1)
+
+
+def loss_of(logits: Tensor, mask: Tensor) -> Tensor:
+    return (logits.double().square() * mask[..., None]).sum()
+
+
+@on_ranks
+def errors(kind: str, whole: bool, **options: Any) -> list[float]:
+    """The largest errors of visible logits and of gradients, for batches one after the other in one compiled model."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, found = tiny_causal(kind), []
+    made, handler = prepared(model, **RING)
+    layers = next(x for x in made.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
+    for module in [made] if whole else layers:
+        module.compile(backend="aot_eager", **options)
+    for batch, parts in (padded(5), packed(9), padded(3), packed(14)):
+        one, mask = copy.deepcopy(model), batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        want = alone(one, batch, parts)
+        loss_of(want, mask).backward()
+        made.zero_grad()
+        local = prepare_batch(handler, batch)
+        documents = local["context_parallel"].documents
+        logits = made(**local).logits
+        loss_of(logits, handler.dispatch(mask, 1)).backward()
+        got, seen = handler.combine(logits.detach(), 1, documents=documents), mask.bool()
+        pairs = zip(sum_over_ranks(*gradients(made)), gradients(one), strict=True)
+        largest = max(x.abs().max().item() for x in gradients(one))
+        found.append(max((a - b).abs().max().item() for a, b in pairs) / largest)
+        found.append(relative_error(got[seen], want.detach()[seen]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt"])
+def test_layers_that_write_attention_out(ranks: Any, kind: str) -> None:
+    for found in ranks(2, errors, kind, False, timeout=300):
+        assert max(found) <= 1e-5, found
+
+
+@pytest.mark.parametrize("kind", ["bloom", "llama"])
+def test_whole_models_of_any_length(ranks: Any, kind: str) -> None:
+    for found in ranks(2, errors, kind, True, dynamic=True, timeout=300):
+        assert max(found) <= 1e-5, found
+
+
+@on_ranks
+def one_graph(kind: str, whole: bool) -> str:
+    return error_of(lambda: errors(kind, whole, fullgraph=True))
+
+
+@pytest.mark.parametrize(
+    "kind, whole, words", [("llama", True, "reads its batch on the host"), ("bloom", False, "writes its attention out")]
+)
+def test_what_cannot_be_one_graph_says_so(ranks: Any, kind: str, whole: bool, words: str) -> None:
+    for found in ranks(2, one_graph, kind, whole, timeout=300):
+        assert words in found and "Compile" in found, found
