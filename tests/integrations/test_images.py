@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -300,6 +301,36 @@ def packed(kind: str, fsdp: bool) -> float:
         whole = step(made, handler, batch, torch.cat(labels, 1), cu_seqlens=torch.tensor(bounds))
         found_errors += [relative_error(whole, torch.cat(logits, 1)), *worst(made, alone).values()]
     return max(found_errors)
+
+
+@on_ranks
+def packed_axes(whole: bool) -> float:
+    """The error of packed documents of the text model inside, whose positions have four axes ``[4, B, S]``, and which
+    ``prepare_batch`` splits, or the user. Three axes alone do not say where documents begin."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model = tiny("qwen2_5_vl").model.language_model
+    text = torch.cat([torch.arange(n) for n in (5, 9, 10)])
+    positions = torch.stack([text, text, text // 3, text % 3])[:, None].expand(4, 2, -1)
+    ids = torch.randint(3, 50, (2, len(text)), generator=torch.Generator().manual_seed(1))
+    given = {"inputs_embeds": model.embed_tokens(ids).detach(), "position_ids": positions}
+    made, handler = prepared(model, **RING)
+    local = {
+        "inputs_embeds": handler.dispatch(given["inputs_embeds"], 1),
+        "position_ids": handler.dispatch(positions, -1),
+    }
+    with InDouble():
+        want = model(**given, use_cache=False).last_hidden_state
+        out = made(**(prepare_batch(handler, given) if whole else local), use_cache=False).last_hidden_state
+    for run, batch in ((partial(prepare_batch, handler), given), (lambda x: made(**x, use_cache=False), local)):
+        with pytest.raises(ValueError, match=r"position_ids of 3 axes go back along the sequence"):
+            run({**batch, "position_ids": batch["position_ids"][1:]})
+    return relative_error(handler.combine(out, 1), want)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_packed_documents_of_positions_with_axes_stay_apart(ranks: Any, whole: bool) -> None:
+    assert max(ranks(2, packed_axes, whole)) <= 1e-10
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
