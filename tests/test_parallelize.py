@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallelHandler, parallelize
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
-from tests.harness.hf_models import make
+from tests.harness.hf_models import make, prepare_batch
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, named_error, on_ranks
 
@@ -269,8 +269,6 @@ def test_errors_say_what_to_do(ranks: Any, case: str) -> None:
 
 @on_ranks
 def of_transformers() -> tuple[float, str]:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), make("llama")
     alone, ids = copy.deepcopy(model), texts(1)[0]["tokens"]
     with redirect_stdout(io.StringIO()) as printed:

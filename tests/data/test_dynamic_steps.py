@@ -105,10 +105,16 @@ def one_device(model: nn.Module, steps: list[list[int]], zeros: bool) -> list[fl
     return norms
 
 
-def parallel(model: Llama, family: MeshFamily, wrapper: str, **options: Any) -> Any:
+MODES: dict[str, dict[str, Any]] = {
+    "ring": {"layout": "head_tail", "ulysses_degree": 1, "kv_exchange": "ring"},
+    "all-gather": {"layout": "contiguous", "ulysses_degree": 1},
+    "ulysses": {"layout": "head_tail", "ulysses_degree": None},
+}
+
+
+def parallel(model: Llama, family: MeshFamily, wrapper: str, mode: str = "ring", **options: Any) -> Any:
     """The model in the style of its layers, under FSDP2 ("kept": gathered parameters stay) or DDP."""
-    ring: dict[str, Any] = {"layout": "head_tail", "ulysses_degree": 1, "kv_exchange": "ring"}
-    style = ContextParallel(seq_dim=2, head_dim=1, allow=["layers.*.ffn.expert"], **ring)
+    style = ContextParallel(seq_dim=2, head_dim=1, allow=["layers.*.ffn.expert"], **MODES[mode])
     plan: dict[str, Any] = {"layers.*.attention.inner": style}
     if isinstance(model.layers[1].ffn, Mixer):
         plan["layers.1.ffn"] = RecurrentContextParallel(1, layout="head_tail")
@@ -121,15 +127,15 @@ def parallel(model: Llama, family: MeshFamily, wrapper: str, **options: Any) -> 
 
 
 @on_ranks
-def train(wrapper: str, kind: str = "", budget: int = 240) -> tuple[float, float, list[list[int]]]:
+def train(wrapper: str, kind: str = "", budget: int = 240, mode: str = "ring") -> tuple[float, float, list[list[int]]]:
     """Errors of weights and of gradient norms, and in each step the degree of this rank's forwards, 0 for none."""
     family = split_cp_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
-    scheduler = DynamicContextParallel(family, budget, COST)
+    scheduler = DynamicContextParallel(family, budget, COST, layout=MODES[mode]["layout"])
     model, reference = model_of(kind), model_of(kind)
     lists = SHORT if kind else STEPS
     want = one_device(reference, lists, zeros=wrapper != "ddp")  # an expert that is idle everywhere
     options = {"find_unused_parameters": True} if kind == "mixed" and wrapper == "ddp" else {}
-    run = parallel(model, family, wrapper, **options)
+    run = parallel(model, family, wrapper, mode, **options)
     optimizer, norms, done = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), [], []
     for lengths in lists:
         texts, labels = samples_of(lengths)
@@ -163,6 +169,13 @@ def test_weights_are_those_of_one_device(ranks: Any, wrapper: str) -> None:
         assert len({len(done[step]) for *_, done in found}) == 1, "ranks have different numbers of steps"
     assert {degree for *_, done in found for degree in done[0]} >= {1, 4}
     assert sorted(done[2] for *_, done in found) == [[0], [0], [0], [1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["all-gather", "ulysses"])
+def test_other_modes_and_layouts(ranks: Any, mode: str) -> None:
+    for *errors, done in ranks(4, train, "ddp", "", 240, mode):
+        assert max(errors) <= 1e-10 and done[0]
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp", "kept", "ddp"])

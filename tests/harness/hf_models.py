@@ -93,9 +93,29 @@ def gradients(model: Any) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
+# --------------------------------------------------------------------------- the integration
+# These functions are imported when they are called: tests are collected without transformers.
+
+
+def prepare_model(*args: Any, **options: Any) -> Any:
+    from hyper_cp.integrations import transformers
+
+    return transformers.prepare_model(*args, **options)
+
+
+def prepare_batch(*args: Any, **options: Any) -> Any:
+    from hyper_cp.integrations import transformers
+
+    return transformers.prepare_batch(*args, **options)
+
+
+def generate(*args: Any, **options: Any) -> Any:
+    from hyper_cp.integrations import transformers
+
+    return transformers.generate(*args, **options)
+
+
 def prepared(model: Any, **mode: Any) -> tuple[Any, ContextParallelHandler]:
     """A copy of a model that is prepared in a mode on all ranks, and the handler of its batches."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     mesh, style = cp_mesh(), ContextParallel(**mode)
     return prepare_model(copy.deepcopy(model), mesh, style=style), ContextParallelHandler(mesh, style)

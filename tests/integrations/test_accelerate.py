@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel
-from tests.harness.hf_models import SMALL, make, tokens
+from tests.harness.hf_models import SMALL, make, prepare_batch, tokens
 from tests.harness.ranks import on_ranks
 
 pytest.importorskip("accelerate")
@@ -125,7 +125,6 @@ def accelerated_state(directory: str, first: int, last: int) -> float:
     """Steps ``first`` to ``last`` with accelerate on one cp mesh of all ranks, from a saved state and to one: the error
     of the weights against one device."""
     from hyper_cp.integrations.accelerate import enable
-    from hyper_cp.integrations.transformers import prepare_batch
 
     world = dist.get_world_size()
     accelerator = accelerator_of(cp_size=world)

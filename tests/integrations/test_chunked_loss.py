@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.data import head
 from hyper_cp.memory import MemoryCounter
-from tests.harness.hf_models import SMALL, VOCABULARY, InDouble, gradients, make, tokens
+from tests.harness.hf_models import SMALL, VOCABULARY, InDouble, gradients, make, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import absolute_error, relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -38,8 +38,6 @@ def model_of(kind: str, **changes: Any) -> Any:
 
 
 def prepared(model: Any, ranks: int = 2, **options: Any) -> tuple[Any, ContextParallelHandler]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     mesh, style = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), ContextParallel(layout="head_tail")
     made = prepare_model(copy.deepcopy(model), mesh, style=style, chunked_loss=True, **options)
     return made, ContextParallelHandler(mesh, style)
@@ -55,8 +53,6 @@ def batch_of(length: int = 22) -> dict[str, Any]:
 @on_ranks
 def trained() -> dict[str, float]:
     """The worst error of loss and gradients of each model, with chunks of three tokens; and under FSDP2."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     found, head.CHUNK_BYTES = {}, 3 * 4 * VOCABULARY
     try:
         for kind, changes in KINDS.items():
@@ -112,8 +108,6 @@ class Shifted(hf.LlamaForCausalLM):
 
 @on_ranks
 def alone() -> tuple[list[str], dict[str, int]]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     batch, errors = batch_of(), []
     changes: list[Any] = [
         lambda self, x: x + 1,

@@ -33,7 +33,7 @@ from tests.harness.hf_causal import (
     tiny_causal,
     types_of,
 )
-from tests.harness.hf_models import InDouble, LowestFirst, tokens
+from tests.harness.hf_models import InDouble, LowestFirst, prepare_batch, prepare_model, tokens
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
@@ -103,8 +103,6 @@ def alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def shared(model: Any, handler: ContextParallelHandler, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, bool]:
     """The same of a prepared model over the ranks of a mesh, and True if the loss is the model's own. Some models
     refuse labels: theirs is the one of the handler."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     local = prepare_batch(handler, batch)
     try:
         output, own = model(**local), True
@@ -131,8 +129,6 @@ def verdict(kind: str, mesh: Any, later: list[Callable[[Any], tuple[str, str]]])
     Each rank compares one mode with the model alone. What tries a chunked loss, on a mesh of one rank, is put into
     ``later``.
     """
-    from hyper_cp.integrations.transformers import prepare_model
-
     try:
         model = tiny_causal(kind)
     except NotTiny as error:
@@ -165,8 +161,6 @@ def verdict(kind: str, mesh: Any, later: list[Callable[[Any], tuple[str, str]]])
 
 def chunked_verdict(model: Any, batch: dict[str, Tensor], want: Tensor, mesh: Any) -> tuple[str, str]:
     """The outcome of ``chunked_loss=True`` on a mesh of one rank, with chunks of seven tokens."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     style, copied, head.CHUNK_BYTES = ContextParallel(), copy.deepcopy(model), 7 * 4 * VOCABULARY
     try:
         prepare_model(copied, mesh, style=style, chunked_loss=True)

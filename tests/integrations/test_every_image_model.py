@@ -31,7 +31,7 @@ from tests.harness.hf_images import (
     tiny_config,
     video_batch,
 )
-from tests.harness.hf_models import InDouble
+from tests.harness.hf_models import InDouble, prepare_model
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_every_causal_model import ORDER, outcome_of
 from tests.integrations.test_image_keys import errors_of_pair
@@ -70,7 +70,6 @@ def verdict(kind: str) -> tuple[str, str, str]:
     import transformers
 
     from hyper_cp.integrations.huggingface.checks import MEDIA
-    from hyper_cp.integrations.transformers import prepare_model
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     try:
@@ -169,8 +168,6 @@ def audio(model: Any) -> str:
 def refused(kind: str, mesh: Any) -> tuple[str, str] | None:
     """The refusal of ``prepare_model``, also of a type that is too large to be made."""
     import transformers as hf
-
-    from hyper_cp.integrations.transformers import prepare_model
 
     try:
         config = copy.deepcopy(tiny_config(kind))

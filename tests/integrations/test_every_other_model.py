@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.hf_causal import CLASSES, MASKED, SEQ2SEQ, NotTiny, class_name, tiny_causal, types_of
-from tests.harness.hf_models import InDouble
+from tests.harness.hf_models import InDouble, prepare_batch, prepare_model
 from tests.harness.ranks import on_ranks, sum_over_ranks
 from tests.integrations.test_every_causal_model import (
     MODES,
@@ -86,8 +86,6 @@ def alone(model: Any, head: str, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 def shared(model: Any, head: str, handler: ContextParallelHandler, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The same of a prepared model over the ranks of a mesh."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     if head != MASKED:
         output = model(**batch)
         output.loss.backward()
@@ -104,8 +102,6 @@ def shared(model: Any, head: str, handler: ContextParallelHandler, batch: dict[s
 
 def verdict(kind: str, head: str, mesh: Any) -> tuple[str, str]:
     """The outcome for a model type, and its reason. Each rank compares one mode with the model alone."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     try:
         model = tiny_causal(kind, head)
     except NotTiny:

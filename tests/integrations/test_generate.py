@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import tiny_causal
-from tests.harness.hf_models import InDouble, LowestFirst, make, tokens
+from tests.harness.hf_models import InDouble, LowestFirst, generate, make, prepare_model, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, named_error, on_ranks
 
@@ -40,8 +40,6 @@ def model_of(name: str) -> Any:
 
 
 def prepared(name: str, layout: str = "head_tail", **mode: Any) -> tuple[Any, ContextParallelHandler]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     style = ContextParallel(layout=layout, **(mode or MODES[layout]))
     return prepare_model(copy.deepcopy(model_of(name)), mesh, style=style), ContextParallelHandler(mesh, style)
@@ -49,8 +47,6 @@ def prepared(name: str, layout: str = "head_tail", **mode: Any) -> tuple[Any, Co
 
 def generated(model: Any, handler: ContextParallelHandler | None, ids: Tensor, **options: Any) -> Any:
     """The tokens that a model writes on one device, or with a handler on all ranks."""
-    from hyper_cp.integrations.transformers import generate
-
     # Selections compare scores in single precision, and transformers takes any of equal ones.
     selects = hasattr(model.config, "index_topk")
     with LowestFirst() if selects else InDouble():
@@ -359,8 +355,6 @@ def test_wrong_use_raises_on_every_rank_and_says_why(ranks: Any, case: str) -> N
 @on_ranks
 def outcomes(kinds: list[str]) -> dict[str, tuple[str, str]]:
     """For each model type that is prepared: "exact", "WRONG", "refused" with the reason, or another error."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     found = {}
     mesh, style = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ContextParallel(**MODES["head_tail"])
     for kind in kinds:

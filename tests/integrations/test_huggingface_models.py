@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hyper_cp import context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import SMALL, InDouble, gradients, make, prepared, tokens
+from tests.harness.hf_models import SMALL, InDouble, gradients, make, prepare_batch, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -45,8 +45,6 @@ def model_of(kind: str, **changes: Any) -> Any:
 def errors(model: Any, batch: dict[str, Any], compiled: bool = False, **forward: Any) -> float:
     """The largest error of the loss, and of a gradient relative to the largest of its parameter, in two modes. With
     ``compiled`` attention of the first layer is a graph without breaks."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     oracle, worst = copy.deepcopy(model), 0.0
     with InDouble():
         want = oracle(**batch, use_cache=False, **forward).loss
@@ -148,8 +146,6 @@ def test_labels_of_padding(ranks: Any) -> None:
 @on_ranks
 def packed_encoder() -> float:
     """The error of an encoder's hidden states in packed documents, each of which one device runs alone."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     torch.manual_seed(7)
     config = hf.BertConfig(**{**SMALL, "is_decoder": False}, attn_implementation="sdpa")
     model, ids = hf.BertModel(config, add_pooling_layer=False).double().eval(), tokens(24)
@@ -267,8 +263,6 @@ def test_router_losses_are_shares_of_that_of_the_whole_sequence(ranks: Any) -> N
 @on_ranks
 def generated() -> list[bool]:
     """On a mesh of one rank a prepared model is the model itself: it generates, and takes any argument."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     same = []
     for implementation in ("sdpa", "eager"):
         model = make("gemma3").float().eval()
@@ -300,8 +294,6 @@ def test_a_mesh_of_one_rank_switches_context_parallelism_off(ranks: Any) -> None
 @on_ranks
 def per_token_heads() -> list[float]:
     """Heads that compute a result for each token of a share."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     found, ids = [], batch_of()["input_ids"]
     for head in (hf.LlamaForTokenClassification, hf.LlamaForQuestionAnswering):
         torch.manual_seed(7)
@@ -338,8 +330,6 @@ class Counts(torch.nn.Module):
 
 
 def wrong_use(case: str) -> None:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
     labels, config = local["input_ids"], hf.LlamaConfig(**SMALL)
     if case == "pooled batch":

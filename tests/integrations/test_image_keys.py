@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.hf_images import batch_of, labels_of, pair_batch, tiny
-from tests.harness.hf_models import InDouble, gradients
+from tests.harness.hf_models import InDouble, gradients, prepare_batch
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 from tests.integrations.test_images import (
@@ -110,8 +110,6 @@ def test_images_that_layers_attend_to_are_exact_under_fsdp2(ranks: Any, kind: st
 @on_ranks
 def losses(kind: str) -> tuple[float, float]:
     """The loss of a batch with labels: the sum over the ranks, and that of one device."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model = made_of(kind)
     batch = batch_of(model)
     batch["labels"] = labels_of(batch)
@@ -132,8 +130,6 @@ def test_the_loss_of_idefics_is_that_of_one_device(ranks: Any) -> None:
 @on_ranks
 def labelled() -> float:
     """BLIP, whose head is inside: its labels are refused, and ``mean_loss`` returns their loss."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model = made_of("blip")
     batch = batch_of(model)
     labels = labels_of(batch)
@@ -154,8 +150,6 @@ def test_labels_of_blip_are_refused_because_its_head_would_average_a_share(ranks
 
 @on_ranks
 def unfit() -> None:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model = made_of("blip")
     batch = batch_of(model)
     made, handler = prepared(model, **RING)
@@ -222,8 +216,6 @@ def test_a_source_with_images_that_each_rank_encodes_a_run_of(ranks: Any, images
 
 @on_ranks
 def refused() -> None:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model = tiny("mllama")
     batch = batch_of(model)
     made, handler = prepared(model, **RING)

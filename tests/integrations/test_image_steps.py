@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyper_cp.mesh.comm import record_traffic
 from tests.harness.hf_images import IMAGE, batch_of, images, item_of, labels_of, rows_of, tiny
-from tests.harness.hf_models import InDouble, gradients
+from tests.harness.hf_models import InDouble, gradients, prepare_batch
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_images import RING, prepared, shard
@@ -84,8 +84,6 @@ def crossing(model: Any, ids: Tensor) -> list[int]:
 def step(kind: str, packed: bool, recomputed: bool) -> tuple[dict[str, float], list[int], list[int], list[int]]:
     """The errors of the loss and of the gradients of encoder and others; bytes of rows that this rank sent, and those
     that it must send; and the bytes of all gathers."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model = tiny(kind)
     batch, labels, parts = packed_batch(model) if packed else padded_batch(model)
     alone, want = on_one_device(model, parts)

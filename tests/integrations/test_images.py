@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_audio import audio_batch, owner, with_audio
 from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, item_of, labels_of, rows_of, tiny, video_batch
-from tests.harness.hf_models import InDouble, LowestFirst, gradients
+from tests.harness.hf_models import InDouble, LowestFirst, generate, gradients, prepare_batch, prepare_model
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -40,8 +41,6 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def prepared(model: Any, inside: str = "", **mode: Any) -> tuple[Any, ContextParallelHandler]:
     """A copy of a model whose part ``inside`` (all of it, by default) is prepared, and a handler for it."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     made, mesh, style = copy.deepcopy(model), cp_mesh(), ContextParallel(**mode)
     prepare_model(made.get_submodule(inside), mesh, style=style)
     return made, ContextParallelHandler(mesh, style)
@@ -49,8 +48,6 @@ def prepared(model: Any, inside: str = "", **mode: Any) -> tuple[Any, ContextPar
 
 def step(model: Any, handler: ContextParallelHandler, batch: dict[str, Any], labels: Tensor, **more: Any) -> Tensor:
     """Run forward and backward of a prepared model, and return the logits of the whole sequence."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     local = prepare_batch(handler, {**batch, **more})
     share = handler.get_batch_on_this_cp_rank({"labels": labels, **more}, shift_labels=True)["shift_labels"]
     with InDouble():
@@ -302,6 +299,34 @@ def packed(kind: str, fsdp: bool) -> float:
     return max(found_errors)
 
 
+@on_ranks
+def packed_axes(whole: bool) -> float:
+    """The error of packed documents of the text model inside, whose positions have four axes ``[4, B, S]``, and which
+    ``prepare_batch`` splits, or the user. Three axes alone do not say where documents begin."""
+    model = tiny("qwen2_5_vl").model.language_model
+    text = torch.cat([torch.arange(n) for n in (5, 9, 10)])
+    positions = torch.stack([text, text, text // 3, text % 3])[:, None].expand(4, 2, -1)
+    ids = torch.randint(3, 50, (2, len(text)), generator=torch.Generator().manual_seed(1))
+    given = {"inputs_embeds": model.embed_tokens(ids).detach(), "position_ids": positions}
+    made, handler = prepared(model, **RING)
+    local = {
+        "inputs_embeds": handler.dispatch(given["inputs_embeds"], 1),
+        "position_ids": handler.dispatch(positions, -1),
+    }
+    with InDouble():
+        want = model(**given, use_cache=False).last_hidden_state
+        out = made(**(prepare_batch(handler, given) if whole else local), use_cache=False).last_hidden_state
+    for run, batch in ((partial(prepare_batch, handler), given), (lambda x: made(**x, use_cache=False), local)):
+        with pytest.raises(ValueError, match=r"position_ids of 3 axes go back along the sequence"):
+            run({**batch, "position_ids": batch["position_ids"][1:]})
+    return relative_error(handler.combine(out, 1), want)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_packed_documents_of_positions_with_axes_stay_apart(ranks: Any, whole: bool) -> None:
+    assert max(ranks(2, packed_axes, whole)) <= 1e-10
+
+
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "gemma3"])
 def test_a_packed_row_is_exact(ranks: Any, kind: str) -> None:
     assert max(ranks(2, packed, kind, False)) <= 1e-9
@@ -430,7 +455,6 @@ def media_of(model: Any, kinds: str) -> dict[str, Any]:
 def sharded(kind: str, first: str, second: str) -> float:
     """Two data-parallel groups of two ranks each. They have media of these kinds; then neither has any."""
     from hyper_cp.integrations.huggingface.checks import MEDIA
-    from hyper_cp.integrations.transformers import prepare_model
 
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     style, model = ContextParallel(**RING), tiny(kind)
@@ -652,7 +676,6 @@ def test_what_cannot_be_shared_out_is_refused(ranks: Any, case: str, kind: type[
 def generated() -> bool:
     """True if a mesh of one rank generates what one device does, as the error of ``generate`` says."""
     from hyper_cp import context_parallel_mesh
-    from hyper_cp.integrations.transformers import generate
 
     model = tiny("qwen2_5_vl")
     made, handler = prepared(model, **RING)
@@ -711,8 +734,6 @@ def test_a_mesh_of_one_rank_runs_the_model_as_it_was(ranks: Any, kind: str) -> N
 def outputs() -> tuple[list[int], bool]:
     """The rows of images in an output (transformers 5.24; else []), as placeholder tokens of this rank, and True if a
     tuple has the logits."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model, handler = prepared(tiny("qwen2_5_vl"), **RING)
     local = prepare_batch(handler, batch_of(model))
     with torch.no_grad(), InDouble():

@@ -19,7 +19,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.schedule import choices
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import class_name, tiny_config
-from tests.harness.hf_models import InDouble, gradients, tokens
+from tests.harness.hf_models import InDouble, gradients, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -74,8 +74,6 @@ def alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 def shared(model: Any, mesh: Any, style: ContextParallel, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Logits of the whole batch, and this rank's gradients, of a prepared model."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     handler = ContextParallelHandler(mesh, style)
     with InDouble():
         local = prepare_batch(handler, batch)
@@ -91,8 +89,6 @@ def errors_of(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tensor]
 
 @on_ranks
 def errors(kind: str, modes: list[str], padded: bool) -> dict[str, dict[str, float]]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, batch, found = made(kind), batch_of(padded), {}
     want = alone(copy.deepcopy(model), batch)
     seen = batch["attention_mask"].bool() if padded else slice(None)
@@ -123,8 +119,6 @@ def test_exact_on_four_ranks(ranks: Any, kind: str) -> None:
 @on_ranks
 def recomputed() -> float:
     """The largest error of a gradient under activation checkpointing, in fp32."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     model, batch, style = made("deepseek_v3").float(), batch_of(True), ContextParallel(**MODES["ring"])
     copied = copy.deepcopy(model)
     copied.gradient_checkpointing_enable({"use_reentrant": False})
@@ -142,8 +136,6 @@ def test_exact_in_a_recompute(ranks: Any) -> None:
 @on_ranks
 def compiled() -> tuple[float, int]:
     """The largest error of a gradient where every layer is one graph, in fp32, and the bytes that travel."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     model, batch, style = made("minicpm3").float(), batch_of(True), ContextParallel(**MODES["ring"])
     copied = copy.deepcopy(model)
     prepare_model(copied, cp_mesh(), style=style)
@@ -159,8 +151,6 @@ def compiled() -> tuple[float, int]:
 @on_ranks
 def compiled_with_dropout() -> int:
     """The bytes that travel where every layer is one graph, and adapters draw dropout."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     model, style = made("minicpm3").float(), ContextParallel(**MODES["ring"])
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1)
@@ -197,8 +187,6 @@ TRAVELS = ("send_recv", "all_gather", "reduce_scatter", "all_to_all_rows")
 @on_ranks
 def traffic(kind: str, mode: str) -> tuple[float, float]:
     """Bytes that this rank sends in one layer of 16 heads, in forward and altogether, per byte of its latents."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     changes: dict[str, Any] = {**SIXTEEN, **({"head_dim": 16} if kind == "mistral4" else {})}
     if kind in ("kimi_linear", "bailing_hybrid"):
         changes["layer_types"] = ["full_attention"] * 2
@@ -247,8 +235,6 @@ class Adapted(nn.Module):
 
 @on_ranks
 def adapted_errors() -> dict[str, dict[str, float]]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, batch = made("deepseek_v3"), batch_of(False)
     torch.manual_seed(3)
     for layer in model.model.layers:
@@ -278,8 +264,6 @@ class Caught(logging.Handler):
 @on_ranks
 def lines_with_dropout() -> tuple[list[str], int]:
     """The lines that are logged where adapters draw dropout, and the bytes that travel."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, caught = made("deepseek_v3"), Caught()
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1).double()
@@ -307,8 +291,6 @@ def steered(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 @on_ranks
 def changed_errors(how: str) -> dict[str, dict[str, float]]:
     """Models whose expansion does more than their weight says: heads travel."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, batch, style = made("deepseek_v3"), batch_of(False), ContextParallel(**MODES["ring"])
     for layer in model.model.layers:
         if how == "hook":
@@ -339,8 +321,6 @@ def test_heads_travel_where_an_expansion_does_more(ranks: Any, how: str) -> None
 @on_ranks
 def tensor_parallel_errors() -> dict[str, float]:
     """Errors of gradients on cp 2 x tp 2, with ``ColwiseParallel`` layers that make queries, keys and values."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     model, batch, style = made("deepseek_v3"), batch_of(False), ContextParallel(**MODES["ring"])
     want = dict(zip((n for n, _ in model.named_parameters()), alone(copy.deepcopy(model), batch)[1], strict=True))
@@ -369,8 +349,6 @@ def test_gradients_of_latents_are_summed_over_tensor_parallel_ranks(ranks: Any) 
 @on_ranks
 def fsdp_errors(apart: bool) -> dict[str, dict[str, float]]:
     """FSDP2 around each layer; with ``apart`` the layer that expands latents is a unit of its own."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, batch = made("deepseek_v3"), batch_of(False)
     want = alone(copy.deepcopy(model), batch)
     style, mesh = ContextParallel(**MODES["ring"]), cp_mesh()
@@ -410,8 +388,6 @@ def test_the_seam_of_transformers_is_where_it_was() -> None:
 @on_ranks
 def on_one_rank_and_back() -> tuple[float, float]:
     """A prepared model on a mesh of one rank, and on both again."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, batch = made("deepseek_v3"), batch_of(False)
     want = alone(copy.deepcopy(model), batch)[0]
     style = ContextParallel(**MODES["ring"])

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel
 from tests.harness.hf_causal import CLASSES, SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import InDouble, gradients, tokens
+from tests.harness.hf_models import InDouble, gradients, prepare_model, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -27,8 +27,6 @@ def batch_of() -> dict[str, Tensor]:
 
 
 def prepared(model: Any) -> Any:
-    from hyper_cp.integrations.transformers import prepare_model
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     return prepare_model(copy.deepcopy(model), mesh, style=ContextParallel(ulysses_degree=1, layout="head_tail"))
 

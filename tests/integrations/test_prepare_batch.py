@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from tests.harness.hf_models import InDouble, make, tokens
+from tests.harness.hf_models import InDouble, make, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -50,8 +50,6 @@ def answer(model: Any, batch: dict[str, Any]) -> list[Tensor]:
 
 @on_ranks
 def every_way(layout: str) -> dict[str, float]:
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout)
     handler, original, ids = ContextParallelHandler(mesh, style), make("llama"), tokens(21)
@@ -92,8 +90,6 @@ def test_every_way_to_name_documents(ranks: Any, layout: str) -> None:
 
 @on_ranks
 def mistaken(what: str) -> None:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
     batch = {"input_ids": tokens(8), "labels": tokens(8)}
     if what == "labels":
@@ -123,8 +119,6 @@ def test_what_is_split_or_shifted_already_is_found(ranks: Any) -> None:
 
 @on_ranks
 def unknown() -> None:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     prepare_batch(ContextParallelHandler(mesh, "auto"), {"input_ids": tokens(8), "cu_seqlens_padded": [0, 3, 8]})
 
@@ -136,8 +130,6 @@ def test_unknown_names_of_documents_are_refused(ranks: Any) -> None:
 @on_ranks
 def last_labels(way: str, crossing: bool | None) -> Tensor:
     """The shifted labels of the whole sequence."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "head_tail")
     batch = {"input_ids": tokens(21), "labels": tokens(21), **ways()[way]}
     option = {} if crossing is None else {"labels_cross_documents": crossing}

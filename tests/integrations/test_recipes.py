@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import SMALL, InDouble, make, tokens
+from tests.harness.hf_models import SMALL, InDouble, make, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import error_of, on_ranks
 from tests.harness.recipes import gradient_error, recipe
@@ -65,8 +65,6 @@ def adapted(code: str) -> dict[str, float]:
 @on_ranks
 def adapters_refused() -> list[str]:
     from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
     mesh, style, found = cp_mesh(), ContextParallel(ulysses_degree=1), []
     invoked = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[3, 4], target_modules=["q_proj"])

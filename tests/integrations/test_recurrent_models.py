@@ -15,7 +15,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import tiny_causal
-from tests.harness.hf_models import InDouble, gradients, tokens
+from tests.harness.hf_models import InDouble, gradients, prepare_batch, prepare_model, tokens
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
@@ -53,8 +53,6 @@ def flat_gradients(model: Any) -> Tensor:
 
 def packed(model: Any, handler: ContextParallelHandler, ids: Tensor, documents: list[int]) -> tuple[Tensor, Tensor]:
     """The same of a prepared model, with the documents in one batch."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     labels = ids.clone()
     labels[:, documents[:-1]] = -100
     local = prepare_batch(handler, {"input_ids": ids, "labels": labels, "cu_seqlens": documents})
@@ -69,8 +67,6 @@ def packed(model: Any, handler: ContextParallelHandler, ids: Tensor, documents: 
 def errors(kinds: list[str], layouts: list[str] | None = None) -> dict[str, float]:
     """The largest relative error of logits and gradients; in these layouts, or each type in another one."""
     import transformers
-
-    from hyper_cp.integrations.transformers import prepare_model
 
     transformers.logging.set_verbosity(50)
     mesh, found = cp_mesh(), {}
@@ -90,8 +86,6 @@ def errors(kinds: list[str], layouts: list[str] | None = None) -> dict[str, floa
 
 @on_ranks
 def refused(kinds: list[str]) -> dict[str, str]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     mesh = cp_mesh()
     return {k: error_of(lambda k=k: prepare_model(tiny_causal(k), mesh, style=ContextParallel())) for k in kinds}
 
@@ -119,8 +113,6 @@ def test_some_types_are_exact(ranks: Ranks) -> None:
 def steps() -> dict[str, Any]:
     """Half precision, activation checkpointing, a cache, and the number of transfers of a mixer."""
     import transformers
-
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
     transformers.logging.set_verbosity(50)
     mesh = cp_mesh()
@@ -159,8 +151,6 @@ def test_half_precision_checkpointing_and_a_cache(ranks: Ranks) -> None:
 @on_ranks
 def padding_refused() -> dict[str, str]:
     """Errors for batches whose padding lies before tokens."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     mesh, found = cp_mesh(), {}
     biased = copy.deepcopy(tiny_causal("mamba2"))
     for block in biased.backbone.layers:

@@ -24,7 +24,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops.kernels.indexer import BestKeys
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, tokens
+from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -136,8 +136,6 @@ def differentiate(loss: Tensor) -> None:
 
 def shared(model: Any, style: ContextParallel, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
     """The output of the whole batch, and this rank's gradients, of a prepared model."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     handler = ContextParallelHandler(cp_mesh(), style)
     with InDouble():
         local = prepare_batch(handler, batch)
@@ -155,8 +153,6 @@ def shared(model: Any, style: ContextParallel, batch: dict[str, Tensor]) -> tupl
 def errors(
     kind: str, modes: list[str], batches: list[str], checkpointed: bool, changes: dict[str, Any]
 ) -> dict[str, float]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, found = made(kind, **changes), {}
     for which in batches:
         batch, one = batch_of(which), copy.deepcopy(model)
@@ -200,8 +196,6 @@ def test_exact_on_more_ranks(ranks: Any, kind: str) -> None:
 @on_ranks
 def on_one_rank(kind: str) -> tuple[float, list[bool]]:
     """The error on a mesh of one rank, which selects as many ranks do; with a cache it runs the model's own code."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model, batch, same = made(kind), batch_of("packed"), []
     want, _ = alone(copy.deepcopy(model), batch)
     style = ContextParallel(**MODES["ring"])
@@ -227,8 +221,6 @@ def test_on_one_rank(ranks: Any) -> None:
 @on_ranks
 def verified(fault: str) -> tuple[bool, str | None]:
     """The verdict on a model of which all scores are equal, or of one that selects one key less on two ranks."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model = made("deepseek_v32").float()
     if fault == "ties":
         for name, p in model.named_parameters():
@@ -261,8 +253,6 @@ def test_verify_names_an_indexer_that_is_wrong(ranks: Any) -> None:
 @on_ranks
 def bytes_sent(kind: str) -> tuple[int, int]:
     """Bytes that a rank sends in forward, and in all."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     model, found = made(kind).float(), []
     style = ContextParallel(**MODES["ring"])
     prepare_model(model, cp_mesh(), style=style)
@@ -299,8 +289,6 @@ def test_each_family_has_the_known_indexer() -> None:
 @on_ranks
 def refused(dtype: torch.dtype | None) -> str:
     """The error for a mask of pairs; without one, for an indexer that scores keys otherwise."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     model, style = made("deepseek_v32"), ContextParallel(**MODES["ring"])
     if dtype is None:
         with patch.object(type(model.model.layers[0].self_attn.indexer), "forward", lambda self, *args: None):
@@ -321,8 +309,6 @@ def test_masks_of_pairs_and_other_scores_are_refused(ranks: Any) -> None:
 
 @on_ranks
 def reentrant(kind: str) -> str:
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     model, style = made(kind), ContextParallel(**MODES["ring"])
     prepare_model(model, cp_mesh(), style=style)
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -383,7 +369,7 @@ def losses_alone(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 @on_ranks
 def indexer_errors(kind: str, dense: bool) -> dict[str, float]:
-    from hyper_cp.integrations.transformers import indexer_losses, prepare_batch, prepare_model
+    from hyper_cp.integrations.transformers import indexer_losses
 
     model, batch = made(kind), batch_of("padded")
     one = copy.deepcopy(model)
@@ -426,8 +412,6 @@ def test_warm_up_is_dense(ranks: Any) -> None:
 
 def prepared(mesh: DeviceMesh, heads: DeviceMesh | None = None) -> Any:
     """A model in fp32 on a mesh; its attention shares out heads over ``heads``."""
-    from hyper_cp.integrations.transformers import prepare_model
-
     model = made("deepseek_v32").float()
     plan = {"q_b_proj": ColwiseParallel(), "kv_b_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
     for layer in model.model.layers if heads is not None else ():
@@ -437,7 +421,7 @@ def prepared(mesh: DeviceMesh, heads: DeviceMesh | None = None) -> Any:
 
 def trained(model: Any, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
     """The gradients of a prepared model's indexers."""
-    from hyper_cp.integrations.transformers import indexer_losses, prepare_batch
+    from hyper_cp.integrations.transformers import indexer_losses
 
     handler = ContextParallelHandler(mesh, ContextParallel(**MODES["ring"]))
     with indexer_losses(**options) as losses:

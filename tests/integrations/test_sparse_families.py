@@ -17,7 +17,7 @@ from hyper_cp.integrations.huggingface import compressed, qwen4, selected_blocks
 from hyper_cp.mesh import comm
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import InDouble, LowestFirst, gradients, prepared, tokens
+from tests.harness.hf_models import InDouble, LowestFirst, generate, gradients, prepare_batch, prepared, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 from tests.integrations.test_selected_models import MODES, SIZES, check, differentiate, loss_of
@@ -177,8 +177,6 @@ def compared(
 ) -> Iterator[tuple[str, float, list[tuple[Tensor, Tensor]]]]:
     """The error of logits in each mode, and the pairs of gradients that are larger than ``least`` on one device. The
     losses are those of the model with its routers."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     one = copy.deepcopy(model)
     if "position_ids" in batch:
         documents_apart(one, batch)
@@ -257,8 +255,6 @@ def test_exact(ranks: Any, case: tuple[str, int, str, str, dict[str, Any]]) -> N
 @on_ranks
 def by_document() -> float:
     """The error of logits of one document in a layout that places by documents."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model, batch = made("qwen4"), {"input_ids": batch_of("qwen4", "plain")["input_ids"]}
     copied, handler = prepared(model, **MODES["ring"] | {"layout": "per_document"})
     with InDouble(), LowestFirst():
@@ -278,8 +274,6 @@ def test_one_document_in_a_layout_of_documents(ranks: Any) -> None:
 @on_ranks
 def sent(family: str, mode: str) -> tuple[list[tuple[str, int]], list[int]]:
     """The transfers of a rank in a forward, and the bytes within the modules of n-grams and the indexer of Qwen 4."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     (model, handler), inside = prepared(made(family).float(), **MODES[mode]), []
     local = prepare_batch(handler, batch_of(family, "plain"))
 
@@ -357,7 +351,7 @@ REFUSED: list[tuple[str, str, str, dict[str, Any]]] = [
 
 @on_ranks
 def refused(family: str, what: str, entries: dict[str, Any]) -> str:
-    from hyper_cp.integrations.transformers import indexer_losses, prepare_batch
+    from hyper_cp.integrations.transformers import indexer_losses
 
     model, handler = prepared(made(family), **MODES["ring"] | ({"layout": "per_document"} if "before" in what else {}))
     local = prepare_batch(handler, batch_of(family, "plain") | entries)
@@ -399,8 +393,6 @@ def test_the_code_is_the_known_one(family: str) -> None:
 @on_ranks
 def generated(family: str) -> list[bool] | str:
     """On a mesh of one rank with a cache, the model runs its own code; on more it is refused."""
-    from hyper_cp.integrations.transformers import generate
-
     same, batch = [], batch_of(family, "padded")
     for implementation in FAMILIES[family].implementations:
         one = made(family).eval()

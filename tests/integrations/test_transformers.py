@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_modes
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepared, tokens
+from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -46,8 +46,6 @@ def one_device(name: str, case: str = "plain") -> Answer:
 
 def errors(model: Any, batch: dict[str, Any], want: Answer, **mode: Any) -> float:
     """The largest difference in the loss and in any parameter's gradient, relative to its largest gradient."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model, handler = prepared(model, **mode)
     return compare(model, prepare_batch(handler, batch), want)
 
@@ -116,8 +114,6 @@ def batches() -> dict[str, dict[str, Any]]:
 
 @on_ranks
 def padded_and_packed(name: str, layout: str) -> dict[str, float]:
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model, found = make(name), {}
     for case, batch in list(batches().items())[1:]:
         want = one_device(name, case)
@@ -146,8 +142,6 @@ def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
 @on_ranks
 def documents_of_a_batch(layout: str) -> float:
     """Documents under each of their names place the tokens, and are what attention sees."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     settings = {"layout": layout, "ulysses_degree": 1, "kv_exchange": "ring"}
     model, boundaries = make("llama"), torch.tensor([0, 5, 14, 24])
     ids = tokens(24)[:1]
@@ -180,8 +174,6 @@ def test_documents_of_a_batch_place_its_tokens(ranks: Any, layout: str) -> None:
 def recomputed() -> dict[str, float]:
     """Errors of a copied model under activation checkpointing, which must recompute with the documents of the forward,
     also after the block that named them."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model, cases, found = make("llama").float(), batches(), {}
     for case in ("left", "positions", "between", "block left"):
         oracle = copy.deepcopy(model)
@@ -212,8 +204,6 @@ def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
 @on_ranks
 def compiled() -> list[float]:
     """Errors of batches of the same shape, with different documents, in layers compiled without graph breaks."""
-    from hyper_cp.integrations.transformers import prepare_batch
-
     model, cases, found = make("llama").float(), batches(), []
     made, handler = prepared(model, ulysses_degree=1)
     for layer in made.model.layers:
@@ -243,7 +233,7 @@ def refused(case: str) -> None:
     from transformers import AutoModelForCausalLM, DynamicCache, RecurrentGemmaConfig
 
     from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model, register
+    from hyper_cp.integrations.transformers import register
 
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
     if case == "twice":

@@ -28,7 +28,7 @@ from tests.harness.attention_case import (
     modes,
     selected_pairs,
 )
-from tests.harness.hf_models import InDouble, make, tokens
+from tests.harness.hf_models import InDouble, make, prepare_batch, prepare_model, tokens
 from tests.harness.latent_case import LatentCase, called, heads_of, leaves_of
 from tests.harness.oracle import relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
@@ -295,8 +295,6 @@ def test_a_step_of_a_model(ranks: Any, at: int) -> None:
 def prepared(name: str) -> float:
     """A model of transformers, with padding on the left of one row and on the right of the other."""
     from transformers import AttentionInterface
-
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
 
     ids, mask = tokens(15), torch.ones(2, 15, dtype=torch.int64)
     mask[0, :4], mask[1, -6:] = 0, 0

@@ -20,6 +20,7 @@ from hyper_cp.planner.work import ring_work
 from hyper_cp.schedule.documents import PackedDocuments
 from hyper_cp.schedule.tiles import CAUSAL
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_models import prepare_batch, prepare_model
 from tests.harness.ranks import on_ranks
 
 hf = pytest.importorskip("transformers")
@@ -60,8 +61,6 @@ def test_weights_are_those_of_the_model() -> None:
 
 @on_ranks
 def traffic() -> list[int]:
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     found = []
     for exchange, layout in MODES:
         torch.manual_seed(0)
@@ -112,8 +111,6 @@ def of_layers(kinds: list[str]) -> Any:
 @on_ranks
 def kept(dtype: torch.dtype) -> list[int]:
     """Bytes that two layers keep for backward: two of windows, then with one of each kind of entries."""
-    from hyper_cp.integrations.transformers import prepare_batch, prepare_model
-
     found = []
     for second in (WINDOWS, "compressed_sparse_attention", "heavily_compressed_attention"):
         torch.manual_seed(0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hyper_cp import ContextParallel, verify
 from tests.harness import hf_models
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_models import prepare_model
 from tests.harness.ranks import on_ranks
 
 LENGTH = 13
@@ -41,8 +42,6 @@ def forgets_the_mask(model: nn.Module, batch: Any, handler: Any) -> Tensor:
 
 @on_ranks
 def verified(cases: list[Case], forgets: bool = False) -> list[tuple[bool, str | None, str | None, str]]:
-    from hyper_cp.integrations.transformers import prepare_model
-
     found = []
     for name, entries, style in cases:
         model = prepare_model(hf_models.make(name), mesh := cp_mesh(), style=ContextParallel(**style))
