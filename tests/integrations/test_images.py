@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -689,6 +690,33 @@ def test_outputs_have_the_rows_of_this_rank(ranks: Any) -> None:
 
     for rows, same in ranks(2, outputs):
         assert same and rows == ([] if __version__.startswith("5.23.") else [0])
+
+
+@on_ranks
+def batch_statistics(evaluated: bool) -> tuple[list[str], float]:
+    """The warnings of three steps of a model in training mode, and the largest error of a gradient."""
+    model = tiny("granite_speech").train()
+    encoder = owner(model).encoder
+    if evaluated:
+        encoder.eval()
+    with InDouble():
+        batch = audio_batch(model)
+    alone, _ = on_one_device(model, batch, labels_of(batch))
+    made, handler = prepared(model, **RING)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            made.zero_grad()
+            step(made, handler, batch, labels_of(batch))
+    return [str(x.message) for x in found if "statistics" in str(x.message)], max(worst(made, alone).values())
+
+
+def test_statistics_of_a_part_of_the_clips_are_warned_of(ranks: Any) -> None:
+    for found, error in ranks(2, batch_statistics, False):
+        assert len(found) == 1 and found[0].startswith("GraniteSpeechModel is in training mode, and 2 of its modules")
+        assert error > 1e-4
+    for found, error in ranks(2, batch_statistics, True):
+        assert not found and error <= 1e-9
 
 
 def test_seams_of_models() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -68,6 +69,8 @@ FRAME_MASKS = ("input_features_mask", "feature_attention_mask", "audio_feature_l
 """Names of entries with which encoders tell frames from padding."""
 SHORTEST = 20
 """Half the frames of a blank clip, for encoders that take any number."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules that normalize by statistics of a whole batch while they are trained."""
 COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
 POOLING = {"image": "image_token_pooling", "video": "video_token_pooling"}
@@ -242,6 +245,8 @@ class MediaHook:
         self.fields = fields_read(owner)
         self.parameters = inspect.signature(owner.forward).parameters
         self.known = {x for kind in METHODS for x in (*_entries(owner, kind), CROPS) if x in self.parameters}
+        self.warned = False
+        """True once a user has been warned of batch statistics."""
 
     def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of a decoder that encodes images by itself before its others."""
@@ -268,6 +273,7 @@ class MediaHook:
         if ready.media is not None:
             self._check(owner, ready.media)
             exchange.add_all(ready.media.entries)
+            self._warn_of_statistics(owner, exchange.ring.size)
             ready = replace(self._positions(owner, handler, ready, kwargs, tokens.device), media=None)
             forward.offer(ready)
             if "context_parallel" in kwargs:
@@ -303,6 +309,20 @@ class MediaHook:
         videos = [name for name in media.entries if "video" in name]
         if videos and "cumsum(" in source_of(getattr(type(owner), "get_placeholder_mask", len)):
             _refuse(owner, videos, "whose tokens it tells from those of images by marks that another rank may hold")
+
+    def _warn_of_statistics(self, owner: nn.Module, ranks: int) -> None:
+        """Warn of an encoder that normalizes by statistics of its batch, of which each rank has a part."""
+        found = [name for name, m in owner.named_modules() if isinstance(m, BATCH_NORMS) and m.training]
+        if found and ranks > 1 and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{type(owner).__name__} is in training mode, and {len(found)} of its modules normalize by statistics "
+                f"of their batch ({found[0]}, ...). Each rank encodes a part of the images or audio clips, so these "
+                "statistics, and the running ones that checkpoints have, are others than on one device. Call eval() on "
+                "these modules after train(), or give them a train method that does nothing (Trainer calls train() "
+                "in every step)",
+                stacklevel=2,
+            )
 
     def _positions(
         self, owner: Any, handler: ContextParallelHandler, ready: PreparedBatch, kwargs: dict[str, Any], device: Any
