@@ -72,7 +72,7 @@ COUNTS = re.compile(r"(^|_)num_")
 """Names of entries with which others have no equal part for each image."""
 POOLING = {"image": "image_token_pooling", "video": "video_token_pooling"}
 """Entries with the numbers of the patches that each row pools (Molmo 2)."""
-OF_ALL_ITEMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+OF_ALL_ITEMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules of encoders that normalise by statistics of all items of a batch, in training."""
 CROPS = "image_num_crops"
 """The numbers of crops of images, which its forward takes, but no encoder."""
