@@ -83,7 +83,7 @@ from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
 from .huggingface.seams import CACHE, CACHES, cache_in
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
-from .huggingface.written import record, written_attention
+from .huggingface.written import bias_all_ranks, record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -441,6 +441,7 @@ class DecoderHook:
         prepare_biases(decoder)
         if self.direct:
             route(self.direct)
+            bias_all_ranks(decoder)
         elif self.written:
             record(decoder, self.written)
         elif has_attention(decoder):
@@ -529,12 +530,13 @@ class DecoderHook:
     def _warn_of_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention."""
         window = getattr(module.config, "sliding_window", None) or NONE_BACK
-        if self.implementation == "eager" and batch.tokens_back >= window:
+        adds = self.implementation == "eager" or getattr(module.config, "alibi", False)
+        if adds and batch.tokens_back >= window:
             warnings.warn(
-                f"{self.binding.name} was loaded with attn_implementation='eager', and labels count at padding that "
-                "sees no token (the label of the first token behind padding is one: padding predicts it). Eager "
-                "attention has the mean of all values there, context parallelism zeros, as 'sdpa' has: the loss "
-                "differs a little from that of one device. Set these labels to -100",
+                f"{self.binding.name} adds its mask to scores (attn_implementation='eager', or ALiBi biases), and "
+                "labels count at padding that sees no token (the label of the first token behind padding is one: "
+                "padding predicts it). On one device the mean of all values is there, under context parallelism zeros, "
+                "as 'sdpa' has: the loss differs a little from that of one device. Set these labels to -100",
                 stacklevel=2,
             )
 
