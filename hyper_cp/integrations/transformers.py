@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
+from transformers.masking_utils import create_masks_for_generate
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
@@ -43,6 +44,7 @@ from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
     POOLED,
+    always_overlays,
     base_of,
     check_adapters,
     check_dispatched,
@@ -716,7 +718,7 @@ class HeadHook:
         self.decoder.made_mask = ready is not None and kwargs.get("attention_mask") is None and makes_mask(model)
         mesh = self.decoder.binding.active
         documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
-        if self.decoder.on_one_device(mesh, documents, ready, kwargs):
+        if alone := self.decoder.on_one_device(mesh, documents, ready, kwargs):
             forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
         if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
@@ -724,6 +726,8 @@ class HeadHook:
             if makes and kwargs.get("attention_mask") is None:
                 # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
                 made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+            if not alone and not ready.token_types and always_overlays(model) and kwargs.get("attention_mask") is None:
+                made["attention_mask"] = create_masks_for_generate(model.config, tokens, None, None)
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
     @staticmethod
