@@ -531,9 +531,10 @@ class DecoderHook:
 
     def _warn_of_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention."""
-        window = getattr(module.config, "sliding_window", None) or NONE_BACK
-        adds = self.implementation == "eager" or getattr(module.config, "alibi", False)
-        if adds and batch.tokens_back >= window:
+        if self.implementation != "eager" and not getattr(module.config, "alibi", False):
+            return
+        kinds = getattr(module.config, "per_layer_config", None) or [module.config]  # windows of layers may differ
+        if batch.tokens_back >= min(getattr(config, "sliding_window", None) or NONE_BACK for config in kinds):
             warnings.warn(
                 f"{self.binding.name} adds its mask to scores (attn_implementation='eager', or ALiBi biases), and "
                 "labels count at padding that sees no token (the label of the first token behind padding is one: "
