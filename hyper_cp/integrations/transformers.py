@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
+from transformers.masking_utils import create_masks_for_generate
 
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
@@ -43,6 +44,7 @@ from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
     POOLED,
+    always_overlays,
     base_of,
     check_adapters,
     check_dispatched,
@@ -84,7 +86,7 @@ from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
 from .huggingface.seams import CACHE, CACHES, cache_in
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
-from .huggingface.written import record, written_attention
+from .huggingface.written import bias_all_ranks, record, written_attention
 
 __all__ = ["NAME", "generate", "indexer_losses", "prepare_batch", "prepare_model", "register"]
 
@@ -449,6 +451,7 @@ class DecoderHook:
         prepare_biases(decoder)
         if self.direct:
             route(self.direct)
+            bias_all_ranks(decoder)
         elif self.written:
             record(decoder, self.written)
         elif has_attention(decoder):
@@ -539,13 +542,15 @@ class DecoderHook:
 
     def _warn_of_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention."""
-        window = getattr(module.config, "sliding_window", None) or NONE_BACK
-        if self.implementation == "eager" and batch.tokens_back >= window:
+        if self.implementation != "eager" and not getattr(module.config, "alibi", False):
+            return
+        kinds = getattr(module.config, "per_layer_config", None) or [module.config]  # windows of layers may differ
+        if batch.tokens_back >= min(getattr(config, "sliding_window", None) or NONE_BACK for config in kinds):
             warnings.warn(
-                f"{self.binding.name} was loaded with attn_implementation='eager', and labels count at padding that "
-                "sees no token (the label of the first token behind padding is one: padding predicts it). Eager "
-                "attention has the mean of all values there, context parallelism zeros, as 'sdpa' has: the loss "
-                "differs a little from that of one device. Set these labels to -100",
+                f"{self.binding.name} adds its mask to scores (attn_implementation='eager', or ALiBi biases), and "
+                "labels count at padding that sees no token (the label of the first token behind padding is one: "
+                "padding predicts it). On one device the mean of all values is there, under context parallelism zeros, "
+                "as 'sdpa' has: the loss differs a little from that of one device. Set these labels to -100",
                 stacklevel=2,
             )
 
@@ -726,7 +731,7 @@ class HeadHook:
         self.decoder.made_mask = ready is not None and kwargs.get("attention_mask") is None and makes_mask(model)
         mesh = self.decoder.binding.active
         documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
-        if self.decoder.on_one_device(mesh, documents, ready, kwargs):
+        if alone := self.decoder.on_one_device(mesh, documents, ready, kwargs):
             forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
         if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
@@ -734,6 +739,8 @@ class HeadHook:
             if makes and kwargs.get("attention_mask") is None:
                 # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
                 made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+            if not alone and not ready.token_types and always_overlays(model) and kwargs.get("attention_mask") is None:
+                made["attention_mask"] = create_masks_for_generate(model.config, tokens, None, None)
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
     @staticmethod

@@ -35,7 +35,7 @@ pytest.importorskip("transformers")
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "encoder_models.md"
 SAMPLE = {
-    MASKED: ["bert", "modernbert", "rembert", "roberta"],
+    MASKED: ["bert", "modernbert", "neomme", "rembert", "roberta"],
     CLASSES: ["bert", "bloom", "llama", "roberta"],
     SEQ2SEQ: ["bart", "t5"],
 }

@@ -129,6 +129,23 @@ def test_layers_that_count_positions_count_those_of_the_whole_sequence(ranks: An
 
 
 @on_ranks
+def with_alibi() -> list[float]:
+    """The errors of Falcon with ALiBi biases: without and with padding, and recomputed."""
+    model = tiny_causal("falcon")
+    model.config.alibi = model.transformer.use_alibi = True
+    padded = batch_of(22, padded=True)
+    padded["labels"][0, 22 // 4] = -100  # padding, which predicts it, sees everything on one device
+    found = [errors(model, batch_of(22)), errors(model, padded)]
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    return [*found, errors(model, padded)]
+
+
+def test_attention_that_calls_sdpa_with_alibi_biases(ranks: Any) -> None:
+    for found in ranks(2, with_alibi):
+        assert max(found) <= 1e-10, found
+
+
+@on_ranks
 def labels_of_padding() -> list[float]:
     """Padding whose labels count, behind the tokens of rows and before those of others, sees what it sees alone."""
     batch, found = batch_of(22, padded=True), []

@@ -144,6 +144,12 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     )
     _refuse_modules(
         decoder,
+        [m for m in others if hasattr(m, "prepare_dynamic_mask")],
+        "selects keys by learned numbers in a mask of all pairs of positions, and would select among this rank's share "
+        "of the keys. Use a model without it",
+    )
+    _refuse_modules(
+        decoder,
         [m for m in others if _shifts(m)],
         "reads other positions without attention (neighbours, a count of tokens or a Fourier transform), and would end "
         "at this rank's share. Use a model without it (ESM: token_dropout=False)",
@@ -249,6 +255,12 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
 def masks_by_types(model: nn.Module) -> bool:
     """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
     return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
+
+
+def always_overlays(model: nn.Module) -> bool:
+    """True if a model makes such masks of tokens without types, too, which are causal then (Gemma 4 unified)."""
+    made = "block_sequence_ids = torch.full([*inputs_embeds.size()[:-1]], -1"
+    return any(made in source_of(type(module).forward) for module in (model, *model.children()))
 
 
 def makes_mask(model: nn.Module) -> bool:

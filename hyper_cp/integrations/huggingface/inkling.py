@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,7 +22,7 @@ from ...ops.kernels.scores import MaskMod, Score, ScoreMod, Where, register
 from ...ops.recurrence.windows import windows
 from .forward import ForwardState, mixer_state, running
 from .relative import RelativeBias
-from .seams import known_as
+from .seams import known_as, replace_in_file
 
 _SECOND = {
     "RelativePositionBias": ("d60c29b3b8223693",),
@@ -172,21 +171,13 @@ def mixed_by_hidden(module: Any, state: ForwardState, hidden: Tensor, _: Any, po
 def leave_out_distances(decoder: nn.Module) -> None:
     """Let the file of a decoder with such modules make no matrix of the distances of this rank's tokens, which nothing
     reads while a forward over all ranks runs."""
-    name = "get_relative_distance"
-    for module in decoder.modules():
-        names = vars(sys.modules[type(module).__module__])
-        if makes_states(type(module)) and not hasattr(names[name], "hyper_cp_original"):
-            names[name] = _Distances(names[name])
+    for kind in {type(module) for module in decoder.modules()}:
+        if makes_states(kind):
+            replace_in_file(kind, "get_relative_distance", _none_over_all_ranks)
 
 
-class _Distances:
-    """The function of a file that makes distances."""
-
-    def __init__(self, original: Any) -> None:
-        self.hyper_cp_original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return None if isinstance(running(), ForwardState) else self.hyper_cp_original(*args, **kwargs)
+def _none_over_all_ranks(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None if isinstance(running(), ForwardState) else make(*args, **kwargs)
 
 
 # --------------------------------------------------------------------------- convolutions

@@ -56,9 +56,8 @@ def run_in(module: nn.Module, make: Callable[[nn.Module, Any, Any], TorchFunctio
 
 
 def direct_attention(decoder: PreTrainedModel) -> list[nn.Module]:
-    """The attention modules of a decoder that call SDPA themselves and add nothing to scores; none if it runs another
-    implementation."""
-    if decoder.config._attn_implementation != "sdpa" or getattr(decoder.config, "alibi", False):
+    """The attention modules of a decoder that call SDPA themselves; none if it runs another implementation."""
+    if decoder.config._attn_implementation != "sdpa":
         return []
     return [module for module in decoder.modules() if _calls_sdpa(type(module))]
 
@@ -114,9 +113,9 @@ class _Sdpa(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         mask = None if attn_mask is None or attn_mask.numel() == 1 else attn_mask
-        out, _ = attention_forward(
-            self.module, query, key, value, mask, context_parallel=self.state, dropout=dropout_p, scaling=scale
-        )
+        bias, mask = (mask, None) if self.state.biases else (None, mask)  # made of no_mask, for all ranks
+        options: dict[str, Any] = {"dropout": dropout_p, "scaling": scale, "key_bias": bias}
+        out, _ = attention_forward(self.module, query, key, value, mask, context_parallel=self.state, **options)
         return out.transpose(1, 2)
 
 

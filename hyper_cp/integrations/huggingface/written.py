@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -26,12 +27,13 @@ from .forward import ForwardState, running, state_for
 from .latents import NAME
 from .modules import run_in
 from .relative import RelativeBias
-from .seams import source_of
+from .seams import replace_in_file, source_of
 
 PRODUCTS = {torch.matmul: 0, torch.bmm: 0, Tensor.matmul: 0, Tensor.bmm: 0, torch.baddbmm: 1, Tensor.baddbmm: 1}
 """Products of queries and keys, and the place of the queries among their arguments."""
 BIASES = {"build_alibi_tensor", "build_mpt_alibi_tensor"}
-"""Methods of decoders that make ALiBi biases ``[B * H | H, 1, S]``, which are added to the scores of each head."""
+"""Methods of decoders, or functions of their files (Falcon), that make ALiBi biases ``[B * H | H, 1, S]``, which are
+added to the scores of each head."""
 WRITTEN = (
     "The module writes its attention out. Its products are recorded and then routed, which cannot be part of a compiled "
     "graph. Compile without fullgraph=True"
@@ -59,7 +61,7 @@ def writes_out(kind: Any) -> bool:
 
 def makes_biases(decoder: nn.Module) -> bool:
     """True for a decoder whose biases of scores are known."""
-    return any(hasattr(decoder, name) for name in BIASES)
+    return bool(BIASES & {*dir(decoder), *vars(sys.modules[type(decoder).__module__])})
 
 
 def record(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
@@ -73,14 +75,30 @@ def record(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:
         setattr(decoder, name, _of_all_ranks(getattr(decoder, name)))
 
 
+def bias_all_ranks(decoder: nn.Module) -> None:
+    """Let a decoder make biases for the positions of all ranks by a function of its file, if it does."""
+    for name in BIASES - {*dir(decoder)}:
+        replace_in_file(type(decoder), name, _of_all_ranks)
+
+
 def _of_all_ranks(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A method that makes ALiBi biases, for the positions of all ranks while a forward on several of them runs."""
 
     @torch.compiler.disable(reason=WRITTEN)
     def built(first: Any, *args: Any, **kwargs: Any) -> Tensor:
         state = running()
-        if not isinstance(state, ForwardState) or state.counted is None:
+        if not isinstance(state, ForwardState):
             return build(first, *args, **kwargs)
+        if state.counted is None:
+            raise NotImplementedError(
+                f"{build.__name__} makes ALiBi biases for new tokens, which attention to a cache that is split over "
+                "ranks does not know. Generate in context_parallel_mesh(model, a mesh of one rank)"
+            )
+        if isinstance(first, Tensor) and first.ndim == 4 and first.numel() > 1:
+            raise NotImplementedError(
+                f"{build.__name__} got an attention mask of shape {tuple(first.shape)}. ALiBi biases are made of "
+                "a mask of tokens. Pass one with two dimensions"
+            )
         whole = state.whole(state.counted.to(torch.int64))
         if isinstance(first, Tensor):  # BLOOM counts the tokens of a mask
             bias = build(whole, *args, **kwargs)
