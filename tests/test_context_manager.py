@@ -21,7 +21,7 @@ from hyper_cp.mesh import comm
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 LENGTH = 24
 
@@ -393,7 +393,7 @@ def test_compiled_models_in_a_block(ranks: Any) -> None:
 
 
 @on_ranks
-def wrong(what: str) -> None:
+def wrong() -> dict[str, str]:
     mesh, x = cp_mesh(), torch.zeros(2, 8)
     learned, odd = torch.zeros(2, 8, requires_grad=True), torch.zeros(2, 6)
 
@@ -408,47 +408,36 @@ def wrong(what: str) -> None:
             fn()
 
     try:
-        {
-            "grad": lambda: enter(x, learned),
-            "graph": lambda: enter(x, learned * 1),
-            "number": lambda: enter(x, dims=[]),
-            "dimension": lambda: enter(x, dims=[2]),
-            "none": lambda: enter(x, dims=[None]),
-            "length": lambda: enter(x, odd),
-            "tensor": lambda: enter(x, [1, 2]),
-            "twice": lambda: enter(x, x),
-            "restore": lambda: enter(x, no_restore_buffers=[odd]),
-            "layout": lambda: enter(x, layout="zigzag"),
-            "inference": lambda: enter(torch.inference_mode()(torch.zeros)(2, 8)),
-            "nested": lambda: inside(lambda: enter(x)),
-            "dropout": lambda: inside(lambda: F.scaled_dot_product_attention(*qkv(), dropout_p=1.0)),
-            "heads": lambda: inside(lambda: nn.MultiheadAttention(8, 2)(*[torch.zeros(2, 4, 8)] * 3)),
-        }[what]()
+        return errors_of(
+            {
+                r"buffers\[1\] of shape \(2, 8\) requires a gradient.*handler.dispatch": lambda: enter(x, learned),
+                r"buffers\[1\] of shape \(2, 8\) requires a gradient": lambda: enter(x, learned * 1),
+                "1 buffers and 0 buffer_seq_dims": lambda: enter(x, dims=[]),
+                r"buffer_seq_dims\[0\]=2 is not a dimension": lambda: enter(x, dims=[2]),
+                r"buffer_seq_dims\[0\]=None is not a dimension": lambda: enter(x, dims=[None]),
+                r"buffers\[1\].shape\[1\]=6 cannot be split over 2 ranks with layout='head_tail'": lambda: enter(
+                    x, odd
+                ),
+                r"TypeError: buffers\[1\] is a list": lambda: enter(x, [1, 2]),
+                "twice in buffers": lambda: enter(x, x),
+                "1 of no_restore_buffers are not in buffers": lambda: enter(x, no_restore_buffers=[odd]),
+                "layout='zigzag' is unknown": lambda: enter(x, layout="zigzag"),
+                "was made under inference_mode": lambda: enter(torch.inference_mode()(torch.zeros)(2, 8)),
+                "sharded by an enclosing block already": lambda: inside(lambda: enter(x)),
+                "dropout_p=1.0 must be a probability below 1": lambda: inside(
+                    lambda: F.scaled_dot_product_attention(*qkv(), dropout_p=1.0)
+                ),
+                "NotImplementedError: nn.MultiheadAttention": lambda: inside(
+                    lambda: nn.MultiheadAttention(8, 2)(*[torch.zeros(2, 4, 8)] * 3)
+                ),
+            }
+        )
     finally:
         assert x.shape == odd.shape[:1] + (8,) and not _sharded_now and not _blocks.entries
 
 
-@pytest.mark.parametrize(
-    "what,kind,words",
-    [
-        ("grad", "ValueError", r"buffers\[1\] of shape \(2, 8\) requires a gradient.*handler.dispatch"),
-        ("graph", "ValueError", r"buffers\[1\] of shape \(2, 8\) requires a gradient"),
-        ("number", "ValueError", "1 buffers and 0 buffer_seq_dims"),
-        ("dimension", "ValueError", r"buffer_seq_dims\[0\]=2 is not a dimension"),
-        ("none", "ValueError", r"buffer_seq_dims\[0\]=None is not a dimension"),
-        ("length", "ValueError", r"buffers\[1\].shape\[1\]=6 cannot be split over 2 ranks with layout='head_tail'"),
-        ("tensor", "TypeError", r"buffers\[1\] is a list"),
-        ("twice", "ValueError", "twice in buffers"),
-        ("restore", "ValueError", "1 of no_restore_buffers are not in buffers"),
-        ("layout", "ValueError", "layout='zigzag' is unknown"),
-        ("inference", "ValueError", "was made under inference_mode"),
-        ("nested", "ValueError", "sharded by an enclosing block already"),
-        ("dropout", "ValueError", "dropout_p=1.0 must be a probability below 1"),
-        ("heads", "NotImplementedError", "nn.MultiheadAttention"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_is_changed(ranks: Any, what: str, kind: str, words: str) -> None:
-    ranks.raises(2, kind, words, wrong, what)
+def test_mistakes_are_refused_before_anything_is_changed(ranks: Any) -> None:
+    check_errors(ranks(2, wrong))
 
 
 @on_ranks

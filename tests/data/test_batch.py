@@ -19,7 +19,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops.exchange.held_rows import rows_plan
 from hyper_cp.schedule.lookup import resolve
 from tests.harness.oracle import token_positions
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 LAYOUTS = ["contiguous", "head_tail"]
 
@@ -127,22 +127,21 @@ def test_only_rows_at_the_ends_of_chunks_travel(ranks: Any, layout: str, rows: i
 
 
 @on_ranks
-def wrong_roll(what: str) -> None:
+def wrong_roll() -> dict[str, str]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     x = torch.zeros(3, 8)
-    {
-        "dims": lambda: handler.roll_tensor(x, -1, 2),
-        "shifts": lambda: handler.roll_tensor(x, (1, 2)),  # type: ignore[arg-type]
-        "documents": lambda: handler.roll_tensor(x, documents=[0, 5, 12]),
-        "rows": lambda: handler.roll_tensor(x, documents=[[0, 16], [0, 4, 16]]),
-    }[what]()
+    return errors_of(
+        {
+            "dims=2 is not a dimension": lambda: handler.roll_tensor(x, -1, 2),
+            r"TypeError: shifts=\(1, 2\) must be an int": lambda: handler.roll_tensor(x, (1, 2)),  # type: ignore[arg-type]
+            "global sequence length 16": lambda: handler.roll_tensor(x, documents=[0, 5, 12]),
+            "2 rows for a batch of 3": lambda: handler.roll_tensor(x, documents=[[0, 16], [0, 4, 16]]),
+        }
+    )
 
 
 def test_wrong_rolls_are_refused(ranks: Any) -> None:
-    ranks.raises(2, "ValueError", "dims=2 is not a dimension", wrong_roll, "dims")
-    ranks.raises(2, "TypeError", r"shifts=\(1, 2\) must be an int", wrong_roll, "shifts")
-    ranks.raises(2, "ValueError", "global sequence length 16", wrong_roll, "documents")
-    ranks.raises(2, "ValueError", "2 rows for a batch of 3", wrong_roll, "rows")
+    check_errors(ranks(2, wrong_roll))
 
 
 # --------------------------------------------------------------------------- whole batches
@@ -301,60 +300,56 @@ def test_containers_and_dimensions(ranks: Any) -> None:
 
 
 @on_ranks
-def wrong_batch(what: str) -> None:
+def wrong_batch() -> dict[str, str]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     get, x = handler.get_batch_on_this_cp_rank, torch.zeros(2, 7, dtype=torch.int64)
     holes = torch.ones_like(x)
     holes[1, 3] = 0
-    {
-        "type": lambda: get(x),
-        "length": lambda: get({"images": torch.zeros(2, 3), "input_ids": x}),
-        "none": lambda: get({"scale": torch.zeros(3)}),
-        "missing": lambda: get({"input_ids": x}, {"tokens": 1}),
-        "dimension": lambda: get({"input_ids": x}, {"input_ids": 2}),
-        "places": lambda: get([x, x], [1]),
-        "nested": lambda: get({"input_ids": x, "more": {"a": x}}),
-        "labels": lambda: get({"input_ids": x}, shift_labels=True),
-        "holes": lambda: get({"input_ids": x, "attention_mask": holes}),
-        "ids": lambda: get({"input_ids": x, "attention_mask": holes + 1}),
-        "explicit": lambda: get({"input_ids": x, "attention_mask": torch.ones(2, 1, 6, 7)}),
-        "segments": lambda: get({"input_ids": x, "segment_ids": x}),
-        "offsets of padded": lambda: get({"input_ids": x, "cu_seqlens_q_padded": [0, 4, 7]}),
-        "parameters": lambda: get({"input_ids": x, "packed_seq_params": SimpleNamespace(cu_seqlens_q=[0, 7])}),
-        "offsets": lambda: get({"input_ids": x, "cu_seqlens": [0, 5]}),
-        "contradiction": lambda: get({"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}),
-        "pad": lambda: get({"input_ids": x}, pad_values={"input": 3}),
-        "share": lambda: get(get({"input_ids": x})),
-        "share in a list": lambda: get(get([x, x])),
-    }[what]()
+    return errors_of(
+        {
+            "TypeError: batch is a Tensor": lambda: get(x),
+            "'images' has 3 positions in dimension 1, but 'input_ids' has 7.*'images': None": lambda: get(
+                {"images": torch.zeros(2, 3), "input_ids": x}
+            ),
+            "no entry of the batch has a sequence dimension": lambda: get({"scale": torch.zeros(3)}),
+            r"seq_dims names \['tokens'\]": lambda: get({"input_ids": x}, {"tokens": 1}),
+            r"seq_dims\['input_ids'\]=2 is not a dimension of batch entry .*\(2, 7\)": lambda: get(
+                {"input_ids": x}, {"input_ids": 2}
+            ),
+            "has 1 places": lambda: get([x, x], [1]),
+            "TypeError: 'more' is a dict of tensors": lambda: get({"input_ids": x, "more": {"a": x}}),
+            "shift_labels=True needs a dict batch with a tensor 'labels'": lambda: get(
+                {"input_ids": x}, shift_labels=True
+            ),
+            r"attention_mask\[1\] is not a padding mask": lambda: get({"input_ids": x, "attention_mask": holes}),
+            r"attention_mask\[0\] is not a padding mask": lambda: get({"input_ids": x, "attention_mask": holes + 1}),
+            r"attention_mask \(2, 1, 6, 7\) does not fit the 7 positions": lambda: get(
+                {"input_ids": x, "attention_mask": torch.ones(2, 1, 6, 7)}
+            ),
+            "'segment_ids' seems to name packed documents.*'cu_seqlens'.*'document_ids'": lambda: get(
+                {"input_ids": x, "segment_ids": x}
+            ),
+            "'cu_seqlens_q_padded' seems to name packed documents": lambda: get(
+                {"input_ids": x, "cu_seqlens_q_padded": [0, 4, 7]}
+            ),
+            "'packed_seq_params' seems to name packed documents": lambda: get(
+                {"input_ids": x, "packed_seq_params": SimpleNamespace(cu_seqlens_q=[0, 7])}
+            ),
+            "global sequence length 7": lambda: get({"input_ids": x, "cu_seqlens": [0, 5]}),
+            "name different documents": lambda: get(
+                {"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}
+            ),
+            r"pad_values names \['input'\]": lambda: get({"input_ids": x}, pad_values={"input": 3}),
+            "batch is this rank's share of a batch of 7 positions.*Pass the whole batch": lambda: get(
+                get({"input_ids": x})
+            ),
+            "batch is this rank's share of a batch of 7 positions": lambda: get(get([x, x])),
+        }
+    )
 
 
-@pytest.mark.parametrize(
-    "what,kind,words",
-    [
-        ("type", "TypeError", "batch is a Tensor"),
-        ("length", "ValueError", "'images' has 3 positions in dimension 1, but 'input_ids' has 7.*'images': None"),
-        ("none", "ValueError", "no entry of the batch has a sequence dimension"),
-        ("missing", "ValueError", r"seq_dims names \['tokens'\]"),
-        ("dimension", "ValueError", r"seq_dims\['input_ids'\]=2 is not a dimension of batch entry .*\(2, 7\)"),
-        ("places", "ValueError", "has 1 places"),
-        ("nested", "TypeError", "'more' is a dict of tensors"),
-        ("labels", "ValueError", "shift_labels=True needs a dict batch with a tensor 'labels'"),
-        ("holes", "ValueError", r"attention_mask\[1\] is not a padding mask"),
-        ("ids", "ValueError", r"attention_mask\[0\] is not a padding mask"),
-        ("explicit", "ValueError", r"attention_mask \(2, 1, 6, 7\) does not fit the 7 positions"),
-        ("segments", "ValueError", "'segment_ids' seems to name packed documents.*'cu_seqlens'.*'document_ids'"),
-        ("offsets of padded", "ValueError", "'cu_seqlens_q_padded' seems to name packed documents"),
-        ("parameters", "ValueError", "'packed_seq_params' seems to name packed documents"),
-        ("offsets", "ValueError", "global sequence length 7"),
-        ("contradiction", "ValueError", "name different documents"),
-        ("pad", "ValueError", r"pad_values names \['input'\]"),
-        ("share", "ValueError", "batch is this rank's share of a batch of 7 positions.*Pass the whole batch"),
-        ("share in a list", "ValueError", "batch is this rank's share of a batch of 7 positions"),
-    ],
-)
-def test_wrong_batches_are_refused(ranks: Any, what: str, kind: str, words: str) -> None:
-    ranks.raises(2, kind, words, wrong_batch, what)
+def test_wrong_batches_are_refused(ranks: Any) -> None:
+    check_errors(ranks(2, wrong_batch))
 
 
 @on_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -308,16 +309,22 @@ def _has(config: Any, name: str) -> bool:
         return False
 
 
+def random_model(made: Callable[[Any], Any], config: Any, scale: float = 0.3) -> Any:
+    """A model in double precision, in evaluation mode, with the same random weights on every rank."""
+    torch.manual_seed(7)
+    model = made(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():  # norms start at ones or zeros, and small weights hide what attention does
+            p.normal_(0, scale)
+    return model
+
+
 def tiny_causal(kind: str, head: str = CAUSAL) -> Any:
     """A model in double precision, in evaluation mode, with the same random weights on every rank."""
     import transformers as hf
 
-    config = copy.deepcopy(tiny_config(kind, head))
-    torch.manual_seed(7)
-    model = getattr(hf, class_name(kind, head))(config).double().eval()
+    model = random_model(getattr(hf, class_name(kind, head)), copy.deepcopy(tiny_config(kind, head)))
     with torch.no_grad():
-        for p in model.parameters():  # norms start at ones or zeros, and small weights hide what attention does
-            p.normal_(0, 0.3)
         for module in model.modules():  # tables of decays, which are made in single precision (MiniMax)
             if hasattr(module, "decay_factors"):
                 made = module.decay_factors(module.slope_rate)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.harness import hf_audio, hf_by_hand, hf_causal
 from tests.harness.hf_audio import AUDIO, owner
 from tests.harness.hf_causal import CHANGES as HYBRID
-from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed
+from tests.harness.hf_causal import COMPASS, SIZES, NotTiny, _each, _has, _is_fixed, random_model
 
 VOCABULARY, IMAGE, VIDEO = 61, 58, 59
 TOKENS = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
@@ -225,12 +225,7 @@ def tiny(kind: str) -> Any:
     """A model in double precision, in evaluation mode, with the same random weights on every rank."""
     import transformers as hf
 
-    torch.manual_seed(7)
-    model = getattr(hf, class_name(kind))(copy.deepcopy(tiny_config(kind))).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    return model
+    return random_model(getattr(hf, class_name(kind)), copy.deepcopy(tiny_config(kind)))
 
 
 def images(model: Any, grids: list[tuple[int, int, int]] = GRIDS, seed: int = 3, video: bool = False) -> dict[str, Any]:

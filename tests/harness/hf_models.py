@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_causal import random_model
 
 VOCABULARY = 61
 SMALL = {
@@ -50,12 +51,14 @@ def make(name: str, **changes: Any) -> Any:
     else:
         raise ValueError(name)
     config._attn_implementation = "sdpa"
-    torch.manual_seed(7)
-    made = model(config).double()
-    with torch.no_grad():
-        for p in made.parameters():  # norms start at ones or zeros, and small weights hide what attention does
-            p.normal_(0, 0.3)
-    return made.train()
+    return random_model(model, config).train()
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    """A causal model of any type, in evaluation mode: some routers draw random numbers in training."""
+    import transformers as hf
+
+    return random_model(hf.AutoModelForCausalLM.from_config, hf.CONFIG_MAPPING[kind](**{**SMALL, **changes}))
 
 
 class InDouble(TorchFunctionMode):

@@ -87,6 +87,19 @@ def named_error(text: str) -> tuple[str, str]:
     return (f"{name}Error", words) if found and name.isidentifier() else ("ValueError", text)
 
 
+def errors_of(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """The errors of calls, by what :func:`named_error` takes of the error that each should raise."""
+    return {expected: error_of(call) for expected, call in calls.items()}
+
+
+def check_errors(of_ranks: list[dict[str, str]]) -> None:
+    """Assert that the calls of :func:`errors_of` raised the errors that they should, on every rank."""
+    for found in of_ranks:
+        for expected, got in found.items():
+            name, words = named_error(expected)
+            assert got.startswith(f"{name}: ") and re.search(words, got, re.S), f"{got or 'no error'}\nfor {expected}"
+
+
 def sum_over_ranks(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The sums of tensors of one dtype over all ranks of the job, in one transfer."""
     total = torch.cat([x.detach().flatten() for x in tensors])

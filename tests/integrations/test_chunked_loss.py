@@ -15,7 +15,17 @@ from torch.distributed.fsdp import fully_shard
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.data import head
 from hyper_cp.memory import MemoryCounter
-from tests.harness.hf_models import SMALL, VOCABULARY, InDouble, gradients, make, prepare_batch, prepare_model, tokens
+from tests.harness.hf_models import (
+    SMALL,
+    VOCABULARY,
+    InDouble,
+    gradients,
+    make,
+    model_of,
+    prepare_batch,
+    prepare_model,
+    tokens,
+)
 from tests.harness.oracle import absolute_error, relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -26,15 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {**MOE, "output_router_logits": True, "router_aux_loss_coef": 0.5},
 }
 """Models that cap logits, that divide them, and that add to the loss."""
-
-
-def model_of(kind: str, **changes: Any) -> Any:
-    torch.manual_seed(7)
-    model = hf.AutoModelForCausalLM.from_config(hf.CONFIG_MAPPING[kind](**{**SMALL, **changes})).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    return model
 
 
 def prepared(model: Any, ranks: int = 2, **options: Any) -> tuple[Any, ContextParallelHandler]:

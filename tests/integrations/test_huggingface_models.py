@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hyper_cp import context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import SMALL, InDouble, gradients, make, prepare_batch, prepared, tokens
+from tests.harness.hf_models import SMALL, InDouble, gradients, make, model_of, prepare_batch, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -29,17 +29,6 @@ MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "expe
 KINDS = ["full_attention", "chunked_attention"]
 LLAMA4 = {**MOE, "layer_types": KINDS, "attention_chunk_size": 5, "intermediate_size_mlp": 16}
 """Two layers of Llama 4, of which the first one does not rotate."""
-
-
-def model_of(kind: str, **changes: Any) -> Any:
-    """A causal model in double precision, in evaluation mode: some routers draw random numbers in training."""
-    torch.manual_seed(7)
-    config = hf.CONFIG_MAPPING[kind](**{**SMALL, **changes})
-    model = hf.AutoModelForCausalLM.from_config(config).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    return model
 
 
 def errors(model: Any, batch: dict[str, Any], compiled: bool = False, **forward: Any) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness.hf_causal import random_model
 from tests.harness.hf_images import batch_of, labels_of, pair_batch, tiny
 from tests.harness.hf_models import InDouble, gradients, prepare_batch
 from tests.harness.oracle import relative_error
@@ -39,12 +40,7 @@ def made_of(kind: str) -> Any:
     model = tiny("idefics")
     config = copy.deepcopy(model.config)
     config.use_resampler, config.qk_layer_norms = False, True
-    torch.manual_seed(7)
-    model = type(model)(config).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    return model
+    return random_model(type(model), config)
 
 
 def one_image(batch: dict[str, Any]) -> dict[str, Any]:

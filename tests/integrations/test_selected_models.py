@@ -24,6 +24,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.ops.kernels.indexer import BestKeys
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_causal import random_model
 from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
@@ -83,12 +84,7 @@ def made(kind: str, **changes: Any) -> Any:
     name, own = TYPES[kind]
     config = hf.AutoConfig.for_model(kind, **copy.deepcopy({**SIZES, **own, **changes}))
     config._attn_implementation, config._experts_implementation = "eager", "eager"
-    torch.manual_seed(7)
-    model = getattr(hf, name)(config).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.2)
-    return model.train()
+    return random_model(getattr(hf, name), config, 0.2).train()
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:

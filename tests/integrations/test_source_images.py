@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.harness import hf_by_hand
+from tests.harness.hf_causal import random_model
 from tests.harness.hf_images import IMAGE, VOCABULARY, batch_of, tiny
 from tests.harness.hf_models import InDouble
 from tests.harness.ranks import error_of, on_ranks
@@ -49,12 +50,7 @@ def with_t5(kind: str) -> Any:
     }
     config = hf.CONFIG_MAPPING[kind](**parts, num_query_tokens=4, image_token_index=IMAGE)
     classes = {"blip-2": hf.Blip2ForConditionalGeneration, "instructblip": hf.InstructBlipForConditionalGeneration}
-    torch.manual_seed(7)
-    model = classes[kind](config).double().eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-    return model
+    return random_model(classes[kind], config)
 
 
 @on_ranks

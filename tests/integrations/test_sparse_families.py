@@ -17,6 +17,7 @@ from hyper_cp.integrations.huggingface import compressed, qwen4, selected_blocks
 from hyper_cp.mesh import comm
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_causal import random_model
 from tests.harness.hf_models import InDouble, LowestFirst, generate, gradients, prepare_batch, prepared, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
@@ -119,11 +120,8 @@ def made(family: str, **changes: Any) -> Any:
     hf.logging.set_verbosity(50)
     config = FAMILIES[family].config(changes)
     config._attn_implementation, config._experts_implementation = FAMILIES[family].implementations[0], "eager"
-    torch.manual_seed(7)
-    model = getattr(hf, FAMILIES[family].model)(config).double()
+    model = random_model(getattr(hf, FAMILIES[family].model), config, 0.2 if family == "minimax_m3" else 0.3)
     with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.2 if family == "minimax_m3" else 0.3)
         for name, x in model.named_buffers():
             if name.endswith("tid2eid"):
                 x.copy_(torch.randint(0, 4, x.shape))

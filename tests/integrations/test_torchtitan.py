@@ -15,7 +15,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.integrations.torchtitan import apply_context_parallel, apply_cp_to_forward, cp_attention_class
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks, sum_over_ranks
 
 
 class VarlenMetadata(NamedTuple):
@@ -220,41 +220,41 @@ def test_a_class_for_the_transform_of_newer_versions(ranks: Any) -> None:
 
 
 @on_ranks
-def refused(case: str) -> None:
+def refused() -> dict[str, str]:
     mesh, model, style = cp_mesh(), decoder(), ContextParallel(ulysses_degree=1)
-    x = torch.zeros(16, 16, dtype=torch.float64)
-    if case == "masks of a share":
-        apply_cp_to_forward([layer["attention"].inner_attention for layer in model.layers.values()], mesh, style=style)
-    if case == "pattern":
-        apply_context_parallel(model, mesh, style, "blocks.*.attention")
-    if case == "window":
-        apply_context_parallel(model, mesh, ContextParallel(window=(3, 0)))
+    x, inner = torch.zeros(16, 16, dtype=torch.float64), [m for m in model.modules() if hasattr(m, "window_size")]
+    unequal = VarlenMetadata(torch.tensor([0, 5, 32]), torch.tensor([0, 7, 32]), 27, 25)
+    errors = errors_of(
+        {
+            "NotImplementedError: attention_modules are of the types VarlenInnerAttention": lambda: apply_cp_to_forward(
+                inner, mesh, style=style
+            ),
+            r"'blocks.\*.attention' matches no module of Decoder": lambda: apply_context_parallel(
+                model, mesh, style, "blocks.*.attention"
+            ),
+            r"window=\(3, 0\).*VarlenInnerAttention has a window of its own": lambda: apply_context_parallel(
+                model, mesh, ContextParallel(window=(3, 0))
+            ),
+        }
+    )
     apply_context_parallel(model, mesh, style)
-    if case == "twice":
-        apply_context_parallel(model, mesh, style)
-    elif case == "block mask":
-        model(x, torch.ones(32, 32))
-    elif case == "score_mod":
-        model(x, metadata(), score_mod=lambda *args: 0)
-    elif case == "both":
+
+    def in_a_block() -> None:
         with ContextParallelHandler(mesh, style).documents(BOUNDARIES):
             model(x, metadata())
-    else:
-        model(x, VarlenMetadata(torch.tensor([0, 5, 32]), torch.tensor([0, 7, 32]), 27, 25))
+
+    return errors | errors_of(
+        {
+            "layers.0.attention.inner_attention is context parallel already": lambda: apply_context_parallel(
+                model, mesh, style
+            ),
+            "NotImplementedError: .*masks of type Tensor.*cu_seq_q": lambda: model(x, torch.ones(32, 32)),
+            "NotImplementedError: .*called with score_mod": lambda: model(x, metadata(), score_mod=lambda *args: 0),
+            "inside handler.documents": in_a_block,
+            "NotImplementedError: .*cu_seq_q and cu_seq_k that differ": lambda: model(x, unequal),
+        }
+    )
 
 
-@pytest.mark.parametrize(
-    ("case", "error", "words"),
-    [
-        ("masks of a share", "NotImplementedError", "attention_modules are of the types VarlenInnerAttention"),
-        ("pattern", "ValueError", r"'blocks.\*.attention' matches no module of Decoder"),
-        ("window", "ValueError", r"window=\(3, 0\).*VarlenInnerAttention has a window of its own"),
-        ("twice", "ValueError", "layers.0.attention.inner_attention is context parallel already"),
-        ("block mask", "NotImplementedError", "masks of type Tensor.*cu_seq_q"),
-        ("score_mod", "NotImplementedError", "called with score_mod"),
-        ("both", "ValueError", "inside handler.documents"),
-        ("unequal", "NotImplementedError", "cu_seq_q and cu_seq_k that differ"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(ranks: Any, case: str, error: str, words: str) -> None:
-    ranks.raises(2, error, words, refused, case)
+def test_what_cannot_be_honoured_is_refused(ranks: Any) -> None:
+    check_errors(ranks(2, refused))

@@ -20,7 +20,7 @@ from hyper_cp.verify import Report
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
 from tests.harness.planted import LENGTH, styled, whole_batch
-from tests.harness.ranks import error_of, on_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "help" / "verify.md"
 Summary = tuple[bool, str | None, str | None, str, str]
@@ -246,36 +246,25 @@ def test_other_forms_of_use(ranks: Any) -> None:
 
 
 @on_ranks
-def refused(case: str) -> None:
+def refused() -> dict[str, str]:
     mesh = cp_mesh()
-    model = styled(mesh)
-    if case == "mesh of its own":
-        verify(planted.Planted(), mesh, whole_batch(), loss_fn=planted.in_block_of_the_mesh)
-    elif case == "no style":
-        verify(planted.Planted(), mesh, whole_batch())
-    elif case == "arguments":
-        verify(model, mesh, {"tokens": whole_batch()["input_ids"]})
-    elif case == "loss":
-        verify(model, mesh, whole_batch(), loss_fn=lambda model, batch, handler: torch.ones(3))
-    elif case == "gradients":
-        verify(model, mesh, whole_batch(), gradients="max")
-    else:
-        verify(model, mesh, whole_batch(), rtol=-1.0)
+    model, batch, plain = styled(mesh), whole_batch(), planted.Planted()
+    return errors_of(
+        {
+            r"handler\.mesh": lambda: verify(plain, mesh, batch, loss_fn=planted.in_block_of_the_mesh),
+            "no module of Planted runs under ContextParallel": lambda: verify(plain, mesh, batch),
+            "TypeError: .*needs input_ids": lambda: verify(model, mesh, {"tokens": batch["input_ids"]}),
+            r"TypeError: loss_fn returned \(3,\)": lambda: verify(
+                model, mesh, batch, loss_fn=lambda model, batch, handler: torch.ones(3)
+            ),
+            "gradients='max'": lambda: verify(model, mesh, batch, gradients="max"),
+            r"rtol=-1\.0": lambda: verify(model, mesh, batch, rtol=-1.0),
+        }
+    )
 
 
-@pytest.mark.parametrize(
-    ("case", "error", "match"),
-    [
-        ("mesh of its own", ValueError, r"handler\.mesh"),
-        ("no style", ValueError, "no module of Planted runs under ContextParallel"),
-        ("arguments", TypeError, r"needs input_ids.*Pass|needs input_ids"),
-        ("loss", TypeError, r"loss_fn returned \(3,\)"),
-        ("gradients", ValueError, "gradients='max'"),
-        ("rtol", ValueError, r"rtol=-1\.0"),
-    ],
-)
-def test_wrong_uses_raise(case: str, error: type[Exception], match: str, ranks: Any) -> None:
-    ranks.raises(2, error, match, refused, case)
+def test_wrong_uses_raise(ranks: Any) -> None:
+    check_errors(ranks(2, refused))
 
 
 @on_ranks
