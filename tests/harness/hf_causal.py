@@ -168,6 +168,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": 6},
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 8},
     "neomme": {"head_dim": 16},
+    "nllb-moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2, "ngram": 2},
     "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY},
     "t5gemma": {"encoder": GEMMA, "decoder": GEMMA, "vocab_size": VOCABULARY},

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.hf_causal import CLASSES, MASKED, SEQ2SEQ, NotTiny, class_name, tiny_causal, types_of
+from tests.harness.hf_images import image_types
 from tests.harness.hf_models import InDouble, prepare_batch, prepare_model
 from tests.harness.ranks import on_ranks, sum_over_ranks
 from tests.integrations.test_every_causal_model import (
@@ -40,6 +41,9 @@ SAMPLE = {
     SEQ2SEQ: ["bart", "t5"],
 }
 """The types that every run of the tests tries."""
+PAGE_OF_IMAGES = "takes images or audio, see [image models](image_models.md)"
+UNTRIED = {"encoder-decoder": "two models of any types, which its configuration names", "t5gemma2": PAGE_OF_IMAGES}
+"""The reasons why some types have no tiny configuration."""
 TITLES = {
     MASKED: ("Masked language models", "AutoModelForMaskedLM"),
     CLASSES: ("Sequence classification", "AutoModelForSequenceClassification"),
@@ -104,8 +108,8 @@ def verdict(kind: str, head: str, mesh: Any) -> tuple[str, str]:
     """The outcome for a model type, and its reason. Each rank compares one mode with the model alone."""
     try:
         model = tiny_causal(kind, head)
-    except NotTiny:
-        return "not tried", "no tiny configuration"
+    except NotTiny as error:
+        return "not tried", UNTRIED.get(kind, error.why)
     head = SEQ2SEQ if model.config.is_encoder_decoder and head == MASKED else head
     mine, found, want = list(MODES)[dist.get_rank()], ("exact", ""), None
     for mode, options in MODES.items():
@@ -119,7 +123,8 @@ def verdict(kind: str, head: str, mesh: Any) -> tuple[str, str]:
                 with InDouble():
                     want = alone(model, head, batch_of(head, mine))
             except Exception as error:
-                return "not tried", f"does not run by itself ({type(error).__name__})"
+                why = f"does not run by itself ({type(error).__name__})"
+                return "not tried", PAGE_OF_IMAGES if kind in image_types() else why
         try:
             with InDouble():
                 got = shared(copied, head, ContextParallelHandler(mesh, style), batch)

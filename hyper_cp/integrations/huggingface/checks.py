@@ -35,7 +35,7 @@ from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
 from .seams import source_of
 from .selected import LAYER, selects
-from .two_sequences import stacks_of, takes_media
+from .two_sequences import HEADS, stacks_of, takes_media
 from .written import makes_biases, writes_out, written_attention
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
@@ -96,7 +96,9 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
                 "splits its source and its target by itself. Call prepare_model(model.language_model, ...), and the "
                 "model with the whole batch on every rank"
             )
-        why = "without a head that predicts the tokens of its target, or not of text alone"
+        why = "without a head that predicts the tokens of its target"
+        if HEADS.search(type(model).__name__):
+            why = "that makes the input of its decoder by a function which prepare_model does not know"
         if takes_media(model.get_encoder()):
             why = "whose encoder takes images or audio by itself, which prepare_model does not share out"
         raise NotImplementedError(
@@ -118,7 +120,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     mixing = unrouted_mixers(decoder)
     if mixing:
         raise NotImplementedError(
-            f"{name} has {', '.join(mixing)}. They compute along the sequence without attention, by none of the "
+            f"{name} has {', '.join(mixing)}, which compute along the sequence without attention, by none of the "
             "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
             "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
@@ -141,6 +143,19 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         [] if by_itself else [m for m in others if writes_out(type(m))],
         "writes attention out beside modules that call transformers' AttentionInterface, and would attend to this "
         "rank's share of the keys. Use a model without it",
+    )
+    if re.search(
+        r"attention_mask(\.unsqueeze\(1\)\.unsqueeze\(2\)|\[:, None, None, :])", source_of(type(decoder).forward)
+    ):
+        raise NotImplementedError(
+            f"{name} makes its attention mask by itself, of the tokens of this rank's share, and not by a function of "
+            "transformers. Use a model whose forward calls create_bidirectional_mask or create_causal_mask"
+        )
+    _refuse_modules(
+        decoder,
+        [m for m in others if hasattr(m, "expert_capacity")],
+        "gives each expert a limited number of the batch's tokens, and would count those of this rank's share. Use a "
+        "model whose experts take any number of tokens",
     )
     _refuse_modules(
         decoder,
@@ -187,7 +202,8 @@ def _check_runs(model: nn.Module) -> None:
 def _refuse_modules(decoder: nn.Module, modules: Iterable[nn.Module], why: str) -> None:
     """Raise ``NotImplementedError`` for a decoder that has such modules."""
     if kinds := sorted({type(module).__name__ for module in modules}):
-        raise NotImplementedError(f"{type(decoder).__name__} has {', '.join(kinds)}, which {why}")
+        name = type(decoder).__name__
+        raise NotImplementedError(f"{name} {why}" if kinds == [name] else f"{name} has {', '.join(kinds)}, which {why}")
 
 
 def takes_tokens(decoder: nn.Module) -> bool:

@@ -22,9 +22,9 @@ from ...style import style_of
 from .media import METHODS
 from .seams import CACHES
 
-CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|crossattention)($|\.)")
+CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
-HEADS = re.compile(r"ForConditionalGeneration$|MTModel$")
+HEADS = re.compile(r"ForConditionalGeneration$|ForTextToText$|MTModel$")
 """Names of models with a head that predicts the tokens of the target."""
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask")
 
