@@ -33,8 +33,8 @@ PRODUCTS = {torch.matmul: 0, torch.bmm: 0, Tensor.matmul: 0, Tensor.bmm: 0, torc
 BIASES = {"build_alibi_tensor", "build_mpt_alibi_tensor"}
 """Methods of decoders that make ALiBi biases ``[B * H | H, 1, S]``, which are added to the scores of each head."""
 WRITTEN = (
-    "The module writes its attention out. Its products are recorded and then routed, which cannot be part of a compiled "
-    "graph. Compile without fullgraph=True"
+    "The module writes its attention out. Its products are recorded and then routed, which cannot be part of a "
+    "compiled graph. Compile without fullgraph=True"
 )
 """The reason for which such a module runs outside of graphs."""
 
