@@ -11,8 +11,9 @@ there. torch has no public way to ask which checkpoint is running. Two private o
   that of ``CheckpointFunction.forward`` or ``backward``, whose ``ctx`` is the same object.
 
 Run on torch 2.11.0, 2.13.0 and 2.15.0. Where nothing is found (checkpoints of other libraries, compiled
-modules), the engine raises in a non-reentrant recompute whose state differs from that of its forward, and cannot detect
-it in a reentrant one: there it sees the recompute only. Where the names are missing, the import raises.
+modules), the engine raises in a non-reentrant recompute whose state differs from that of its forward, and in a
+reentrant one of torch (:func:`replays`). In those of others it sees the recompute only. Where the names are missing,
+the import raises.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -34,6 +35,7 @@ _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.ba
 if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
     raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
 _AMBIGUOUS = object()
+T = TypeVar("T")
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
 
 
@@ -75,23 +77,39 @@ def replayed(make: Callable[[], Tensor]) -> Tensor:
     return made
 
 
-class _Kept:
+class _Kept(Generic[T]):
     """Results of the calls in a checkpoint during its forward, in order, and how many of them a recompute has met."""
 
     def __init__(self) -> None:
-        self.made: list[Tensor] = []
+        self.made: list[T] = []
         self.met: dict[object, int] = {}
 
-    def next(self, recomputation: object) -> Tensor | None:
+    def next(self, recomputation: object) -> T | None:
         """Return what the next call of a recompute made in the forward."""
         at = self.met[recomputation] = self.met.get(recomputation, -1) + 1
         return self.made[at % len(self.made)] if self.made else None  # a reentrant one runs to its end each time
 
 
-def _kept(checkpoint: Any) -> _Kept:
-    if not hasattr(checkpoint, "hyper_cp_kept"):
-        checkpoint.hyper_cp_kept = _Kept()
-    kept: _Kept = checkpoint.hyper_cp_kept
+def replays(value: int) -> bool:
+    """False for a call in the recompute of a reentrant checkpoint that has another value than that call of its forward.
+
+    Ops ask, so that a compiled graph that was made for other documents is found out, too. (Of non-reentrant checkpoints
+    the tensors that an op saves tell.)
+    """
+    found = True
+    for frame in _reentrant_frames():
+        kept = _kept(frame.f_locals["ctx"], "hyper_cp_values")
+        if frame.f_code is _FORWARD:
+            kept.made.append(value)
+        elif "detached_inputs" in frame.f_locals and "outputs" not in frame.f_locals:
+            found &= kept.next(_BACKWARD) in (None, value)
+    return found
+
+
+def _kept(checkpoint: Any, name: str = "hyper_cp_kept") -> _Kept[Any]:
+    if not hasattr(checkpoint, name):
+        setattr(checkpoint, name, _Kept())
+    kept: _Kept[Any] = getattr(checkpoint, name)
     return kept
 
 
@@ -102,7 +120,8 @@ _packed: set[str] = set()
 @torch.compiler.assume_constant_result  # runs while a graph is made
 def refuse_recompiled(name: str, packed: bool) -> None:
     """Raise ``RuntimeError`` if a compiled module that had documents is compiled again, without any, for a recompute
-    by a checkpoint around it: the block with the documents has ended, and PyTorch would complain about shapes."""
+    by a non-reentrant checkpoint around it: the block with the documents has ended, and PyTorch would complain about
+    shapes. (Reentrant ones always compile again.)"""
     if packed:
         _packed.add(name)
     elif name in _packed and any(recomputation is not None for _, recomputation in _frames()):
@@ -111,6 +130,19 @@ def refuse_recompiled(name: str, packed: bool) -> None:
             "forward had. A compiled graph cannot look for those of its forward, and their block has ended. Run "
             "backward inside the documents block, pass documents= to the module through the checkpointed function, or "
             "put the checkpoint inside the compiled function"
+        )
+
+
+@torch.compiler.assume_constant_result
+def refuse_unknown_batch(name: str) -> None:
+    """Raise ``RuntimeError`` if a compiled module is compiled again for a recompute by a checkpoint around it, where no
+    forward runs that could say which batch it is."""
+    if in_recompute():
+        raise RuntimeError(
+            f"{name} is compiled, and activation checkpointing recomputes it after the forward of its model. A "
+            "compiled graph cannot look for the batch of that forward, and would compute this rank's share only. "
+            "Compile the layers that are checkpointed (model.gradient_checkpointing_enable() puts checkpoints inside "
+            "of them), or do not compile this module"
         )
 
 

@@ -34,7 +34,7 @@ from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_qu
 from .kernels.scores import TileScores, find
 from .kernels.selected import Selections
 from .latents import Absorbed, Expansion, absorb
-from .recompute import check_recompute, fingerprint
+from .recompute import check_recompute, check_replay, fingerprint
 from .selected_check import check_selected
 
 
@@ -315,6 +315,7 @@ def attention_op(
     """
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
+    check_replay(given.documents, options.mesh)
     q, k, v = _last_dim_contiguous(q, k, v)
     work = Work(q, k, v, given, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring

@@ -36,7 +36,7 @@ from .kernels.indexer_target import Pairs, pairs
 from .kernels.inputs import TileInputs
 from .kernels.partials import RowSum, accumulation_dtype, part
 from .latents import absorb
-from .recompute import check_recompute
+from .recompute import check_recompute, check_replay
 from .selection import check_key_mask, of_indexer
 
 _NAME = "indexer_loss"
@@ -280,7 +280,9 @@ def indexer_loss_op(
         tensors, index_scale, dropout_p, settings: the last arguments of ``attention_op``, those of the indexer.
     """
     options = OpSettings.read(settings)
-    work = Work(index_q, index_k, k, Operands.of(tensors, options.tensors), index_scale, dropout_p, options)
+    given = Operands.of(tensors, options.tensors)
+    check_replay(given.documents, options.mesh)
+    work = Work(index_q, index_k, k, given, index_scale, dropout_p, options)
     plan, ring, compare = work.schedule, work.cp.ring, _Comparison(score, scale, heads)
     b, _, rows, _ = index_q.shape
     sums = index_q.new_zeros(b, 1, rows, 3, dtype=accumulation_dtype(q.dtype))  # of P, of P log P, of P I

@@ -95,3 +95,35 @@ def one_graph(kind: str, whole: bool) -> str:
 def test_what_cannot_be_one_graph_says_so(ranks: Any, kind: str, whole: bool, words: str) -> None:
     for found in ranks(2, one_graph, kind, whole, timeout=300):
         assert words in found and "Compile" in found, found
+
+
+@on_ranks
+def checkpointed(kind: str, reentrant: bool, parts: str) -> list[str | float]:
+    """Errors of gradients, or their text, of a model whose modules are compiled inside of checkpoints."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    model, (batch, _) = tiny_causal(kind).train(), padded(5)
+    made, handler = prepared(model, **RING)
+    made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for name, module in made.named_modules():
+        if name.rpartition(".")[2] in parts.split():
+            module.compile(backend="eager")
+    mask = batch["attention_mask"]
+    loss_of(model(**batch, use_cache=False).logits, mask).backward()
+    loss = loss_of(made(**prepare_batch(handler, batch)).logits, handler.dispatch(mask, 1))
+    if words := error_of(loss.backward):
+        return [words]
+    pairs = zip(sum_over_ranks(*gradients(made)), gradients(model), strict=True)
+    return [max(relative_error(a, b) for a, b in pairs if b.abs().max() > 1e-6)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["lfm2", "llama4_text"])
+def test_modules_compiled_inside_of_checkpoints_are_refused(ranks: Any, kind: str, reentrant: bool) -> None:
+    for (found,) in ranks(2, checkpointed, kind, reentrant, "self_attn conv", timeout=300):
+        assert "recomputes it after the forward of its model" in str(found), found
+
+
+def test_layers_with_checkpoints_inside_are_exact(ranks: Any) -> None:
+    for (found,) in ranks(2, checkpointed, "llama4_text", True, "0 1", timeout=300):
+        assert found <= 1e-5, found

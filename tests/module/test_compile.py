@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from hyper_cp.ops.recurrence.engine import RecurrenceSettings
 from hyper_cp.ops.recurrence.kernels import choose
 from hyper_cp.ops.settings import text
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 MODES = [
     named_mode("Ulysses"),
@@ -138,6 +139,52 @@ def many_blocks(world: int) -> tuple[float, int]:
 def test_equal_blocks_share_a_graph(ranks: Any) -> None:
     for error, graphs in ranks(2, many_blocks, 2):
         assert error <= 1e-12 and graphs <= 2, graphs
+
+
+@on_ranks
+def recomputed_after_the_block(use_reentrant: bool, before: bool, inside: bool) -> str | float:
+    """The error of gradients of compiled blocks in checkpoints, or its text, if backward runs after the documents block
+    or ``inside``. ``before``: a batch without documents has been compiled before."""
+    from hyper_cp import ContextParallelHandler
+
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnHeads(), OwnHeads()).double()
+    alone, x = copy.deepcopy(model), torch.randn(2, 16, 32, dtype=torch.float64)
+    mesh, style = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ContextParallel(qkv_indices=None, **RING)
+    parallelize_module(model, mesh, {"*": style})
+    handler = ContextParallelHandler(mesh, style)
+    for block in model:
+        block.compile(backend="aot_eager")
+
+    def run(x: Tensor) -> Tensor:
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return x.square().sum()
+
+    if before:
+        run(handler.dispatch(x, 1).requires_grad_()).backward()
+        model.zero_grad()
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "cu_seqlens": torch.tensor([0, 5, 16])})
+    with handler.documents(batch):
+        loss = run(batch["x"].requires_grad_())
+        if inside:
+            loss.backward()
+    if not inside and (words := error_of(loss.backward)):
+        return words
+    torch.cat([alone(part) for part in (x[:, :5], x[:, 5:])], 1).square().sum().backward()
+    summed = sum_over_ranks(*[p.grad for p in model.parameters()])
+    return max(relative_error(a, b.grad) for a, b in zip(summed, alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_compiled_block_is_not_recomputed_without_its_documents(ranks: Any, before: bool) -> None:
+    for found in ranks(2, recomputed_after_the_block, True, before, False, timeout=300):
+        assert "recomputed this layer with other packed documents" in str(found), found
+    if not before:
+        for found in ranks(2, recomputed_after_the_block, False, before, False, timeout=300):
+            assert "without the packed documents that its forward had" in str(found), found
+    for found in ranks(2, recomputed_after_the_block, True, before, True, timeout=300):
+        assert found <= 1e-12, found
 
 
 @pytest.mark.slow

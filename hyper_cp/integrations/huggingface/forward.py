@@ -109,7 +109,10 @@ def running_decoder() -> nn.Module | None:
 
 def state_for(owner: nn.Module) -> State | None:
     """The state of the running forward; in a recompute, that of the forward in which ``owner`` was called first."""
+    state: State | None
     (state,) = checkpoint.batch_state(owner, lambda: (running(),))
+    if state is None and torch.compiler.is_compiling():
+        checkpoint.refuse_unknown_batch(type(owner).__name__)
     return state
 
 

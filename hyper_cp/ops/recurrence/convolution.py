@@ -19,7 +19,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
 from ..checks import documents_of
 from ..kernels.partials import accumulation_dtype
-from ..recompute import check_recompute, fingerprint
+from ..recompute import check_recompute, check_replay, fingerprint
 from .checks import agree, check_layout_of, check_tensor
 from .halo import Halo
 
@@ -102,6 +102,7 @@ def conv_op(
     dilation: int,
 ) -> Tensor:
     """See :func:`causal_conv1d`, without activation."""
+    check_replay(documents, mesh)
     shifts, dtype = shifts_of(weight, dilation), accumulation_dtype(x.dtype)
     with operation(cp := cp_mesh.by_key(mesh), "convolution", "forward"):
         nans.check(cp, "x", x)

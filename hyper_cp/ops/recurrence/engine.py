@@ -16,7 +16,7 @@ from ...mesh import cp_mesh, nans
 from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
 from ..kernels.partials import accumulation_dtype
-from ..recompute import check_recompute, fingerprint
+from ..recompute import check_recompute, check_replay, fingerprint
 from ..settings import read as read_settings
 from . import kernels
 from .chunked import Affine, Inputs
@@ -84,7 +84,9 @@ def with_final_state(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor]:
-    work = _Work(v, g, documents, read_settings(RecurrenceSettings, settings))
+    options = read_settings(RecurrenceSettings, settings)
+    check_replay(documents, options.mesh)
+    work = _Work(v, g, documents, options)
     with torch.autocast(v.device.type, enabled=False), operation(work.cp, "recurrence", "forward"):
         nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))

@@ -24,7 +24,7 @@ from ...schedule.lookup import resolve
 from ...schedule.windows import Gathering, counted, gathering, window_ends
 from ..checks import check_dtype, check_local, documents_of
 from ..kernels.partials import accumulation_dtype
-from ..recompute import check_recompute, fingerprint
+from ..recompute import check_recompute, check_replay, fingerprint
 from .checks import agree, check_layout_of
 from .halo import Halo
 
@@ -232,6 +232,7 @@ def windows_op(
     x: Tensor, shifts: list[int], every: int, fill: float, documents: Tensor | None, mesh: str, layout: str
 ) -> Tensor:
     """See :func:`windows`."""
+    check_replay(documents, mesh)
     with operation(cp := cp_mesh.by_key(mesh), "windows", "forward"):
         if x.is_floating_point():
             nans.check(cp, "x", x)
