@@ -12,8 +12,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.modes import named_mode
-from hyper_cp.mesh import comm
-from hyper_cp.ops import attention
 from tests.harness import modules
 from tests.harness.attention_case import (
     FP64,
@@ -90,11 +88,6 @@ def test_unequal_local_lengths_are_refused_on_every_rank(ranks: Any, mode: dict[
     ranks.raises(4, ValueError, words, call, mode, [8, 8, 12, 8], [None] * 4)
 
 
-def test_other_documents_on_other_ranks_are_refused(ranks: Any) -> None:
-    words = r"different packed documents: ranks \[1, 2, 3\] have others"
-    ranks.raises(4, ValueError, words, call, MODES[3], [8] * 4, [[0, 7, 32], *[[0, 5, 32]] * 3])
-
-
 def test_no_check_of_one_rank_comes_before_that_of_shapes(ranks: Any) -> None:
     """The documents fit rank 0 only, and 7 is odd."""
     ranks.raises(2, ValueError, "call attention with different shapes", call, MODES[3], [8, 7], [[0, 5, 16]] * 2)
@@ -114,26 +107,6 @@ def test_any_number_of_kv_heads_and_latent_head_dims(ranks: Any) -> None:
         for kv_heads, v_dim in (forms if mode["ulysses_degree"] == 1 else forms[:2])
     ]
     check(ranks(4, errors_of_modules, cases), FP64)
-
-
-# ---- 12. A ring that moves K/V heads repeated for grouped queries (torchtitan #1283).
-
-
-@on_ranks
-def ring_bytes(kv_heads: int) -> list[int]:
-    q, k, v = (torch.randn(1, h, 8, 4, requires_grad=True) for h in (8, kv_heads, kv_heads))
-    sent = []
-    for kv_exchange in ("ring", "all_gather"):
-        with comm.record_traffic() as traffic:
-            attention(q, k, v, mesh=cp_mesh(), is_causal=True, enable_gqa=True, kv_exchange=kv_exchange)
-        sent.append(sum(n for operation, n in traffic.entries if operation != "agreement"))
-    return sent
-
-
-def test_repeated_heads_do_not_travel(ranks: Any) -> None:
-    local_kv = 2 * 8 * 4 * 4  # k and v, positions, head dim, bytes
-    for found in ranks(4, ring_bytes, 2):
-        assert found == [3 * 2 * local_kv] * 2
 
 
 # ---- 14. Packed documents ignored: a loss 1.83 times too large (axolotl #3608).

@@ -75,3 +75,18 @@ class Failing(nn.Module):
         if self.broken:
             raise KeyError("the user's own mistake")
         return out
+
+
+class Adapted(nn.Module):
+    """A layer with adapters, as PEFT builds it."""
+
+    def __init__(self, layer: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base_layer, self.in_features = layer, layer.in_features
+        self.lora_A = nn.Linear(layer.in_features, 2, bias=False, dtype=layer.weight.dtype)
+        self.lora_B = nn.Linear(2, layer.out_features, bias=False, dtype=layer.weight.dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x)))
+        return out

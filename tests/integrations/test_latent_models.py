@@ -19,7 +19,8 @@ from hyper_cp.mesh import comm
 from hyper_cp.schedule import choices
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import class_name, tiny_config
-from tests.harness.hf_models import InDouble, gradients, prepare_batch, prepare_model, tokens
+from tests.harness.hf_models import InDouble, gradients, prepare_batch, prepare_model, prepared, tokens
+from tests.harness.modules import Adapted
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -116,17 +117,21 @@ def test_exact_on_four_ranks(ranks: Any, kind: str) -> None:
     check(ranks(4, errors, kind, ["ring", "all-gather", "needed", "hybrid"], False))
 
 
-@on_ranks
-def recomputed() -> float:
-    """The largest error of a gradient under activation checkpointing, in fp32."""
-    model, batch, style = made("deepseek_v3").float(), batch_of(True), ContextParallel(**MODES["ring"])
-    copied = copy.deepcopy(model)
-    copied.gradient_checkpointing_enable({"use_reentrant": False})
-    prepare_model(copied, cp_mesh(), style=style)
-    copied(**prepare_batch(ContextParallelHandler(cp_mesh(), style), batch)).loss.backward()
+def gradient_error(copied: Any, handler: ContextParallelHandler, model: Any) -> float:
+    """The largest error of a gradient of a prepared model, of a padded batch."""
+    batch = batch_of(True)
+    copied(**prepare_batch(handler, batch)).loss.backward()
     model(**batch, use_cache=False).loss.backward()
     flat = [torch.cat([x.flatten() for x in grads]) for grads in (sum_over_ranks(*gradients(copied)), gradients(model))]
     return relative_error(*flat)
+
+
+@on_ranks
+def recomputed() -> float:
+    """The largest error of a gradient under activation checkpointing, in fp32."""
+    model, (copied, handler) = made("deepseek_v3").float(), prepared(made("deepseek_v3").float(), **MODES["ring"])
+    copied.gradient_checkpointing_enable({"use_reentrant": False})
+    return gradient_error(copied, handler, model)
 
 
 def test_exact_in_a_recompute(ranks: Any) -> None:
@@ -136,16 +141,12 @@ def test_exact_in_a_recompute(ranks: Any) -> None:
 @on_ranks
 def compiled() -> tuple[float, int]:
     """The largest error of a gradient where every layer is one graph, in fp32, and the bytes that travel."""
-    model, batch, style = made("minicpm3").float(), batch_of(True), ContextParallel(**MODES["ring"])
-    copied = copy.deepcopy(model)
-    prepare_model(copied, cp_mesh(), style=style)
+    model, (copied, handler) = made("minicpm3").float(), prepared(made("minicpm3").float(), **MODES["ring"])
     for layer in copied.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     with comm.record_traffic() as log:
-        copied(**prepare_batch(ContextParallelHandler(cp_mesh(), style), batch)).loss.backward()
-    model(**batch, use_cache=False).loss.backward()
-    flat = [torch.cat([x.flatten() for x in grads]) for grads in (sum_over_ranks(*gradients(copied)), gradients(model))]
-    return relative_error(*flat), sum(n for name, n in log.entries if name == "send_recv")
+        error = gradient_error(copied, handler, model)
+    return error, sum(n for name, n in log.entries if name == "send_recv")
 
 
 @on_ranks
@@ -216,21 +217,6 @@ def test_what_travels_is_latents(ranks: Any, kind: str) -> None:
 
 
 # --------------------------------------------------------------------------- weights that are elsewhere
-
-
-class Adapted(nn.Module):
-    """A layer with adapters, as PEFT builds it."""
-
-    def __init__(self, layer: nn.Linear, dropout: float) -> None:
-        super().__init__()
-        self.base_layer, self.in_features = layer, layer.in_features
-        self.lora_A = nn.Linear(layer.in_features, 2, bias=False, dtype=layer.weight.dtype)
-        self.lora_B = nn.Linear(2, layer.out_features, bias=False, dtype=layer.weight.dtype)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x)))
-        return out
 
 
 @on_ranks

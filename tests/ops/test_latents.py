@@ -35,6 +35,7 @@ from tests.harness.latent_case import (
     one_device,
     problem_of,
 )
+from tests.harness.modules import Adapted
 from tests.harness.oracle import absolute_error, relative_error, rms_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
@@ -342,7 +343,7 @@ def test_weights_of_layers() -> None:
     ],
 )
 def test_a_layer_with_hooks_of_its_user_has_no_weight(register: str, hook: Any, inside: bool) -> None:
-    layer: Any = Adapted(0.0) if inside else nn.Linear(5, 7, bias=False)
+    layer: Any = Adapted(nn.Linear(5, 7, bias=False), 0.0) if inside else nn.Linear(5, 7, bias=False)
     x = torch.randn(1, 3, 5)
     assert latents_and_weight(layer, x) is not None
     getattr(layer.lora_A if inside else layer, register)(hook)
@@ -360,29 +361,15 @@ def test_adapters_that_depend_on_the_tokens_have_no_weight() -> None:
         assert (latents_and_weight(model[0], torch.randn(1, 3, 5)) is not None) == wanted
 
 
-class Adapted(nn.Module):
-    """A layer with adapters, as PEFT builds it."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.base_layer, self.in_features = nn.Linear(5, 7, bias=False), 5
-        self.lora_A, self.lora_B = nn.Linear(5, 2, bias=False), nn.Linear(2, 7, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        adapted: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(self.dropout(x)))
-        return adapted
-
-
 def test_adapters_are_part_of_the_weight_unless_they_draw_dropout() -> None:
-    layer, x = Adapted(0.0).double(), torch.randn(1, 3, 5)
+    layer, x = Adapted(nn.Linear(5, 7, bias=False), 0.0).double(), torch.randn(1, 3, 5)
     found = latents_and_weight(layer, x)
     assert found is not None and found[0] is x and found[2] is None
     assert torch.allclose(found[1], layer.base_layer.weight + layer.lora_B.weight @ layer.lora_A.weight)
     found[1].sum().backward()
     assert layer.lora_A.weight.grad is not None and layer.lora_B.weight.grad is not None
-    assert latents_and_weight(Adapted(0.1), x) is None
-    assert latents_and_weight(Adapted(0.1).eval(), x) is not None
+    assert latents_and_weight(Adapted(nn.Linear(5, 7, bias=False), 0.1), x) is None
+    assert latents_and_weight(Adapted(nn.Linear(5, 7, bias=False), 0.1).eval(), x) is not None
 
 
 # --------------------------------------------------------------------------- refusals
