@@ -79,6 +79,7 @@ from .huggingface.modules import (
     prepare_counting,
     prepare_positions,
     prepare_rotary,
+    prepare_tables,
     route,
 )
 from .huggingface.outputs import TupleOutput
@@ -447,6 +448,7 @@ class DecoderHook:
             hooks(mixer, describe(mixer), mixer_state).attach(mixer)
         if "position_ids" not in self.keywords:
             prepare_positions(decoder)
+        prepare_tables(decoder)
         prepare_counting(decoder)
         prepare_biases(decoder)
         if self.direct:

@@ -118,6 +118,26 @@ def test_layers_that_count_positions_count_those_of_the_whole_sequence(ranks: An
 
 
 @on_ranks
+def with_short_tables() -> list[float]:
+    """The errors of XGLM, whose tables of sinusoids have fewer rows than there are tokens, and grow."""
+    found = []
+    for batch in (batch_of(22), batch_of(22, padded=True)):
+        model, batch["labels"][0, 22 // 4] = (
+            tiny_causal("xglm"),
+            -100,
+        )  # the first token behind padding, if there is some
+        table = model.get_decoder().embed_positions
+        table.make_weights(16, table.embedding_dim, table.padding_idx)
+        found.append(errors(model, batch))
+    return found
+
+
+def test_tables_of_sinusoids_grow_with_the_whole_sequence(ranks: Any) -> None:
+    for found in ranks(2, with_short_tables):
+        assert max(found) <= 1e-10, found
+
+
+@on_ranks
 def with_alibi() -> list[float]:
     """The errors of Falcon with ALiBi biases: without and with padding, and recomputed."""
     model = tiny_causal("falcon")
@@ -395,8 +415,7 @@ def wrong_use(case: str) -> None:
         model.get_decoder().layers[0].attention._attn = biased
         model(**local)
     elif case == "router loss":
-        model = model_of("doge", is_moe=True, num_experts=16)
-        prepared(model)[0](**local, output_router_logits=True)
+        prepared(tiny_causal("beam"))[0](**local, output_router_logits=True)
     elif case == "two windows":
         model, _ = prepared(make("gemma3"))
         model.model.layers[0].self_attn.sliding_window = 7
@@ -451,7 +470,7 @@ REFUSED = [
     ("dropped layers", "NotImplementedError", r"BartDecoder skips layers at random in training \(layerdrop=0.5\)"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
-    ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
+    ("router loss", "NotImplementedError", "BeamForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),
     ("other pipeline", "ValueError", "shift_labels without labels.*prepare_batch instead of get_batch_on_this"),

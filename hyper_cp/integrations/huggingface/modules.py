@@ -220,13 +220,28 @@ def prepare_positions(decoder: nn.Module) -> None:
         module.register_forward_hook(_rows_of_positions)
 
 
+def prepare_tables(decoder: nn.Module) -> None:
+    """Let tables of sinusoids grow with the length of the whole sequence."""
+    for module in decoder.modules():
+        if hasattr(module, "make_weights"):
+            module.register_forward_pre_hook(_grow_table)
+
+
+def _grow_table(module: Any, args: tuple[Any, ...]) -> None:
+    """Make a table of sinusoids as long as the whole sequence, and its first rows, which stand for no position."""
+    state = state_for(module)
+    if not isinstance(state, ForwardState) or state.positions is None:
+        return
+    padding = getattr(module, "padding_idx", None)
+    length = len(state.positions) * state.mesh.views[0].size + max(getattr(module, "offset", 0), 1 + (padding or 0))
+    if length > len(module.weights):
+        module.make_weights(length, module.embedding_dim, *([] if padding is None else [padding]))
+
+
 def _rows_of_positions(module: Any, args: tuple[Any, ...], output: Any) -> Any:
     state = state_for(module)
     if not isinstance(state, ForwardState) or state.positions is None:
         return None
-    length = len(state.positions) * state.mesh.views[0].size
-    if length > len(module.weights):
-        module.make_weights(length, module.embedding_dim)
     return module.weights.index_select(0, state.positions).detach()
 
 
