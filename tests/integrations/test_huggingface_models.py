@@ -118,6 +118,19 @@ def test_layers_that_count_positions_count_those_of_the_whole_sequence(ranks: An
 
 
 @on_ranks
+def asked_for_weights() -> tuple[Any, int]:
+    """The weights that a model returns, and the number of warnings."""
+    model, handler = prepared(make("llama"))
+    local = prepare_batch(handler, {"input_ids": tokens(24)})
+    with pytest.warns(UserWarning, match="LlamaAttention got output_attentions=True, and returns no") as found:
+        return model(**local, output_attentions=True).attentions, len(found)
+
+
+def test_weights_of_attention_are_warned_of(ranks: Any) -> None:
+    assert ranks(2, asked_for_weights) == [((), 2)] * 2  # one of each layer; Python shows equal ones once
+
+
+@on_ranks
 def with_short_tables() -> list[float]:
     """The errors of XGLM, whose tables of sinusoids have fewer rows than there are tokens, and grow."""
     found = []

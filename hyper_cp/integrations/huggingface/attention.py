@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -406,6 +407,12 @@ def _refuse_unsupported(name: str, options: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
             "Set attention_dropout=0.0 in the config, or use a model without position biases and paged caches"
+        )
+    if options.get("output_attentions") and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{name} got output_attentions=True, and returns no attention weights: no rank has those of all keys. (On "
+            "one device SDPA returns none either.) Leave it out, or run the model with eager attention on one device",
+            stacklevel=2,
         )
 
 
