@@ -220,6 +220,10 @@ def _requested(name: str, make: Any, *args: Any, **kwargs: Any) -> Any:
     return make(*args, **kwargs) if isinstance(state, OneDevice) else MaskRequest(name, None, state)
 
 
+@torch.compiler.disable(
+    reason="Chunks are cut out of documents on the host, before the layers run. Compile these with fullgraph=True, or "
+    "the model without it"
+)
 def _chunks(state: ForwardState, length: int, size: int) -> Tensor | None:
     """The documents of the batch, cut into chunks of ``size`` that do not see each other (Llama 4)."""
     length *= state.mesh.views[0].size
