@@ -22,11 +22,11 @@ pytest.importorskip("transformers")
 
 KINDS = (
     *("qwen3_next", "kimi_linear", "olmo_hybrid", "mamba", "mamba2", "falcon_h1", "nemotron_h"),
-    *("granitemoehybrid", "jamba", "zamba2", "lfm2", "minimax"),
+    *("granitemoehybrid", "jamba", "zamba2", "lfm2", "minimax", "recurrent_gemma"),
 )
 """Types whose mixers or decoders differ; the others have the code of one of these."""
 OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "falcon_mamba", "bamba", "zamba", "lfm2_moe", "lfm3", "bailing_hybrid")
-REFUSED = ("recurrent_gemma", "rwkv", "xlstm")
+REFUSED = ("rwkv", "xlstm")
 """Types whose recurrences are code of their own."""
 DOCUMENTS = {  # lengths that the numbers of ranks do not divide, so that the batch is padded, and all others
     "contiguous": [0, 5, 6, 17, 22],

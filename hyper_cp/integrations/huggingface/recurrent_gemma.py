@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
+from ...schedule.documents import read
 from ...schedule.layout import by_documents
+from ...schedule.lookup import resolve
 from .forward import ForwardState, mixer_state
 from .seams import known_as
 
@@ -42,6 +44,18 @@ def _where(module: nn.Module, state: ForwardState) -> dict[str, Any]:
 def convolved(conv: Any, state: ForwardState, x: Tensor) -> Tensor:
     """The forward of a convolution, without what its padding adds behind the sequence, ``[B, C, S/n]``."""
     return causal_conv1d(x, conv.weight.squeeze(1), conv.bias, **_where(conv, state))
+
+
+def forgetting(unit: Any, state: ForwardState, activations: Tensor, position_ids: Tensor) -> Tensor:
+    """The forward of a unit, which takes position 0 for the first one of a sequence: so is that of each document."""
+    where = _where(unit, state)
+    cp, documents = where["mesh"], read(where["documents"])
+    if documents is not None:
+        at = resolve(where["layout"], cp.size, activations.shape[1] * cp.size, documents).positions(cp.rank)
+        first = documents.numbers(at) != documents.numbers(at - 1)
+        position_ids = torch.where(first.to(position_ids.device), 0, position_ids)
+    out: Tensor = type(unit).forward(unit, activations, position_ids)
+    return out
 
 
 def scanned(

@@ -39,7 +39,11 @@ REPLACED = (
     Replaced(
         recurrent_gemma.is_block,
         (),
-        {"conv_1d.forward": recurrent_gemma.convolved, "rg_lru._rnn_scan": recurrent_gemma.scanned},
+        {
+            "conv_1d.forward": recurrent_gemma.convolved,
+            "rg_lru.forward": recurrent_gemma.forgetting,
+            "rg_lru._rnn_scan": recurrent_gemma.scanned,
+        },
     ),
     Replaced(compressed.compresses, tuple(compressed.LAYERS), {"forward": compressed.compressed}),
 )
