@@ -99,7 +99,7 @@ def refused(kinds: list[str]) -> dict[str, str]:
 def test_recurrences_by_code_of_their_own_are_refused(ranks: Ranks) -> None:
     for found in ranks(2, refused, list(REFUSED)):
         for kind, error in found.items():
-            assert error.startswith("NotImplementedError") and "compute along the sequence" in error, (kind, error)
+            assert error.startswith("NotImplementedError") and "mix positions in a way" in error, (kind, error)
 
 
 @pytest.mark.slow
