@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_modes
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -240,7 +241,7 @@ class Capped(nn.Module):
 
 @on_ranks
 def refused(case: str) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache, RecurrentGemmaConfig
+    from transformers import DynamicCache
 
     from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
     from hyper_cp.integrations.transformers import prepare_batch, prepare_model, register
@@ -265,9 +266,7 @@ def refused(case: str) -> None:
         model, _ = prepared(make("llama"))
         model.eval().generate(tokens(12), max_new_tokens=2, use_cache=False)
     elif case == "recurrent":
-        sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-        config = RecurrentGemmaConfig(**sizes, num_attention_heads=2, head_dim=8, lru_width=16, pad_token_id=0)
-        prepared(AutoModelForCausalLM.from_config(config))
+        prepared(tiny_causal("rwkv"))
     elif case == "twice the same":
         model, handler = prepared(make("llama"))
         model(**prepare_batch(handler, local), attention_mask=torch.ones(2, 12))
@@ -314,7 +313,7 @@ def refused(case: str) -> None:
         ("dropout", "NotImplementedError", "LlamaAttention asks for dropout.*attention_dropout=0.0"),
         ("cache", "NotImplementedError", "use_cache=False"),
         ("generate", "NotImplementedError", "logits_to_keep=1, as generate passes it"),
-        ("recurrent", "NotImplementedError", "RecurrentGemmaModel has layers of type linear_attention"),
+        ("recurrent", "NotImplementedError", "RwkvModel has modules RwkvFeedForward"),
         (
             "twice the same",
             "ValueError",
