@@ -466,7 +466,7 @@ REFUSED = [
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
-    ("router loss", "NotImplementedError", "DogeForCausalLM has output_router_logits=True.*not the usual"),
+    ("router loss", "NotImplementedError", "DogeModel has DogeAttention, which selects keys"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),
     ("labels", "ValueError", "labels without shift_labels.*prepare_batch"),
     ("other pipeline", "ValueError", "shift_labels without labels.*prepare_batch instead of get_batch_on_this"),
