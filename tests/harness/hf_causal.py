@@ -118,6 +118,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{"mlp_layer_types": ["dense", "sparse", "sparse"], "index_block_size": 4, "index_n_heads": 2},
     },
     "nemotron_h": {"num_hidden_layers": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 5},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     **{kind: {"layer_types": ["linear_attention", "full_attention"]} for kind in HYBRIDS},
     "llama4_text": {"attention_chunk_size": 5, "no_rope_layers": [1, 0], "floor_scale": 3},

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from hyper_cp import ContextParallel
 from tests.harness.attention_case import cp_mesh
@@ -90,6 +91,33 @@ def several_forwards() -> dict[str, float]:
 def test_guidance_and_two_transformers(ranks: Any) -> None:
     for found in ranks(2, several_forwards):
         assert max(found.values()) <= 1e-9, found
+
+
+@on_ranks
+def sharded_parameters(name: str) -> tuple[float, float]:
+    """The errors of the output and of the gradients under FSDP2, in which blocks hold a share of their parameters."""
+    from hyper_cp.integrations.diffusers import prepare_transformer
+
+    alone, inputs = tiny_transformer(name)
+    model, mesh = copy.deepcopy(alone), cp_mesh()
+    prepare_transformer(model, mesh, style=ContextParallel(**RING))
+    for blocks in (x for x in model.children() if isinstance(x, nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with InDouble():
+        outputs = [made(**inputs).sample for made in (alone, model)]
+        for output in outputs:
+            output.square().mean().backward()
+    got = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+    grads = torch.cat([x.flatten() for x in got]), torch.cat([p.grad.flatten() for p in alone.parameters()])
+    return relative_error(outputs[1].detach(), outputs[0].detach()), relative_error(*grads)
+
+
+@pytest.mark.parametrize("name", ["LatteTransformer3DModel", WAN])
+def test_parameters_sharded_by_fsdp(ranks: Any, name: str) -> None:
+    for found in ranks(2, sharded_parameters, name):
+        assert max(found) <= 1e-9, found
 
 
 @on_ranks

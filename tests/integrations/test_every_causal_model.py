@@ -141,7 +141,7 @@ def verdict(kind: str, mesh: Any, later: list[Callable[[Any], tuple[str, str]]])
         try:
             prepare_model(copied, mesh, style=style)
             if want is None:
-                want = reference(model, batches()[mine])
+                want = reference(copy.deepcopy(model), batches()[mine])  # RecurrentGemma keeps its states
             with InDouble():
                 logits, grads, own = shared(copied, handler, batch)
         except NotAlone as error:

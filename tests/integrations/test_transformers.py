@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_modes
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import check_errors, errors_of, on_ranks, sum_over_ranks
@@ -230,7 +231,7 @@ class Capped(nn.Module):
 
 @on_ranks
 def refused() -> dict[str, str]:
-    from transformers import AutoModelForCausalLM, DynamicCache, RecurrentGemmaConfig
+    from transformers import DynamicCache
 
     from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
     from hyper_cp.integrations.transformers import register
@@ -238,8 +239,6 @@ def refused() -> dict[str, str]:
     ids = tokens(24)
     local = {"input_ids": ids.chunk(2, 1)[dist.get_rank()]}
     model, handler = prepared(make("llama"))
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    recurrent = RecurrentGemmaConfig(**sizes, num_attention_heads=2, head_dim=8, lru_width=16, pad_token_id=0)
 
     def unprepared() -> None:
         register()
@@ -282,9 +281,7 @@ def refused() -> dict[str, str]:
             "NotImplementedError: .*logits_to_keep=1, as generate passes it": lambda: (
                 copy.deepcopy(model).eval().generate(tokens(12), max_new_tokens=2, use_cache=False)
             ),
-            "NotImplementedError: RecurrentGemmaModel has layers of type linear_attention": lambda: prepared(
-                AutoModelForCausalLM.from_config(recurrent)
-            ),
+            "NotImplementedError: RwkvModel has modules RwkvFeedForward": lambda: prepared(tiny_causal("rwkv")),
             r"padding twice \(a batch of prepare_batch.*, an attention_mask\)": lambda: model(
                 **prepare_batch(handler, {"input_ids": ids}), attention_mask=torch.ones(2, 12)
             ),

@@ -120,9 +120,9 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     mixing = unrouted_mixers(decoder)
     if mixing:
         raise NotImplementedError(
-            f"{name} has {', '.join(mixing)}, which compute along the sequence without attention, by none of the "
-            "functions that context parallelism routes, and would end at this rank's share. Use a model whose mixers "
-            "call causal_conv1d_fn, chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
+            f"{name} has {', '.join(mixing)}, which mix positions in a way that context parallelism does not route, "
+            "and would end at this rank's share. Use a model whose mixers call causal_conv1d_fn, "
+            "chunk_gated_delta_rule and their kind (docs/guide/recurrent_layers.md)"
         )
     alibi = getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi"
     if alibi and not makes_biases(decoder):

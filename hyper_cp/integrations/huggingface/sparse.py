@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import Cache
 
-from . import compressed, inkling, qwen4, selected, selected_blocks, selected_pools
+from . import compressed, inkling, qwen4, recurrent_gemma, selected, selected_blocks, selected_pools
 from .forward import ForwardState, state_for
 
 
@@ -36,6 +36,15 @@ REPLACED = (
     Replaced(inkling.has_profiles, (), {"forward": inkling.mixed_by}),
     Replaced(inkling.makes_states, (), {"forward": inkling.mixed_by_hidden}),
     Replaced(inkling.convolves, (), {"forward": inkling.convolved}),
+    Replaced(
+        recurrent_gemma.is_block,
+        (),
+        {
+            "conv_1d.forward": recurrent_gemma.convolved,
+            "rg_lru.forward": recurrent_gemma.forgetting,
+            "rg_lru._rnn_scan": recurrent_gemma.scanned,
+        },
+    ),
     Replaced(compressed.compresses, tuple(compressed.LAYERS), {"forward": compressed.compressed}),
 )
 
