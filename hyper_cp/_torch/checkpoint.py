@@ -90,8 +90,9 @@ class _Kept(Generic[T]):
         return self.made[at % len(self.made)] if self.made else None  # a reentrant one runs to its end each time
 
 
-def replays(value: int) -> bool:
+def replays(read: Callable[[], int]) -> bool:
     """False for a call in the recompute of a reentrant checkpoint that has another value than that call of its forward.
+    Outside of such checkpoints no value is read.
 
     Ops ask, so that a compiled graph that was made for other documents is found out, too. (Of non-reentrant checkpoints
     the tensors that an op saves tell.)
@@ -100,9 +101,9 @@ def replays(value: int) -> bool:
     for frame in _reentrant_frames():
         kept = _kept(frame.f_locals["ctx"], "hyper_cp_values")
         if frame.f_code is _FORWARD:
-            kept.made.append(value)
+            kept.made.append(read())
         elif "detached_inputs" in frame.f_locals and "outputs" not in frame.f_locals:
-            found &= kept.next(_BACKWARD) in (None, value)
+            found &= kept.next(_BACKWARD) in (None, read())
     return found
 
 

@@ -36,7 +36,7 @@ def _hash(documents: Tensor | None, mesh: str) -> int:
 def check_replay(documents: Tensor | None, mesh: str) -> None:
     """Raise ``RuntimeError`` in the recompute of a reentrant checkpoint, unless the forward of the call had these
     documents and this mesh. Every op with a backward calls it first."""
-    if not checkpoint.replays(_hash(documents, mesh)):
+    if not checkpoint.replays(lambda: _hash(documents, mesh)):
         _raise("not " + _described(documents, mesh))
 
 
