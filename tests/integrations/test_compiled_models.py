@@ -80,6 +80,8 @@ def test_layers_that_write_attention_out(ranks: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bloom", "llama", "llama4_text"])
 def test_whole_models_of_any_length(ranks: Any, kind: str) -> None:
+    if kind == "llama4_text" and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("Dynamo of torch 2.11 ends with an internal error: a setting is a size that may change")
     packs = kind != "llama4_text"  # which counts positions through all documents of a row, for a scale
     for found in ranks(2, errors, kind, True, packs, dynamic=True, timeout=300):
         assert max(found) <= 1e-5, found
