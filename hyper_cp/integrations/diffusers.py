@@ -321,11 +321,11 @@ def _refuse_other_attention(transformer: nn.Module, family: _Family) -> None:
             )
 
 
-def _hooks(transformer: nn.Module, *words: str) -> list[str]:
-    """The types of the hooks of diffusers, on the model or in it, whose files have one of the words in their names."""
+def _files_of_hooks(transformer: nn.Module) -> str:
+    """The names of the files of diffusers' hooks, on the model or in it."""
     registries = [getattr(module, "_diffusers_hook", None) for module in transformer.modules()]
     hooks = [hook for registry in registries for hook in getattr(registry, "hooks", {}).values()]
-    return [type(hook).__name__ for hook in hooks if _has(type(hook).__module__, *words)]
+    return " ".join(type(hook).__module__ for hook in hooks)
 
 
 class _Root:
@@ -347,12 +347,13 @@ class _Root:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse what belongs to whole sequences, and compare the inputs of the ranks."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        if getattr(module, "_parallel_config", None) is not None or _hooks(module, "cache", "broadcast"):
+        hooks = _files_of_hooks(module)
+        if getattr(module, "_parallel_config", None) is not None or _has(hooks, "cache", "broadcast"):
             raise NotImplementedError(
                 f"{type(module).__name__} runs with enable_parallelism or a cache of diffusers. The one would split "
                 "the sequence twice, and the other decides by this rank's tokens which blocks run. Disable them"
             )
-        if _hooks(module, "smoothed_energy"):
+        if _has(hooks, "smoothed_energy"):
             raise NotImplementedError(
                 f"{type(module).__name__} runs with smoothed energy guidance, which blurs the queries of an image as a "
                 "square. Each rank holds a part of it. Use another guidance"
