@@ -31,6 +31,8 @@ from .partials import empty_partial, like_queries, part
 from .scores import Softcap
 
 tl: Any = None  # triton.language, from the first use on: the kernels find it among their module's names
+INSTALLED = importlib.util.find_spec("triton") is not None
+"""True if there is a Triton to compile the kernels. A call does not look for it again."""
 
 
 # --------------------------------------------------------------------------- functions of the kernels
@@ -446,7 +448,7 @@ def accepts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     fits = k.shape[3] <= sum(MOST) and v.shape[3] <= MOST[0]
     if not q.is_cuda or not half or not fits or torch.are_deterministic_algorithms_enabled():
         return False
-    if not switched_on() or importlib.util.find_spec("triton") is None:
+    if not switched_on() or not INSTALLED:
         return False
     card = torch.cuda.get_device_properties(q.device)
     needed = _MEMORY if k.shape[3] > 192 or v.shape[3] > 128 else _MEMORY // 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -316,7 +315,7 @@ def test_chosen_where_it_can_run(card: SimpleNamespace, monkeypatch: Any) -> Non
     for setting in ({"HYPER_CP_TRITON": "0"}, {}):
         with patch.dict(os.environ, setting):
             assert accepts(on_a_gpu(128, 128)) == (not setting)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_selected, "INSTALLED", False)
     assert not accepts(on_a_gpu(128, 128))
 
 
