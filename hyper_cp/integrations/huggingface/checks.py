@@ -270,13 +270,17 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
 
 def masks_by_types(model: nn.Module) -> bool:
     """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
-    return any("block_sequence_ids" in source_of(type(module).forward) for module in (model, *model.children()))
+    return _says(model, "block_sequence_ids")
 
 
 def always_overlays(model: nn.Module) -> bool:
     """True if a model makes such masks of tokens without types, too, which are causal then (Gemma 4 unified)."""
-    made = "block_sequence_ids = torch.full([*inputs_embeds.size()[:-1]], -1"
-    return any(made in source_of(type(module).forward) for module in (model, *model.children()))
+    return _says(model, "block_sequence_ids = torch.full([*inputs_embeds.size()[:-1]], -1")
+
+
+def _says(model: nn.Module, words: str) -> bool:
+    """True if the forward of a model, or of a part of it, has these words."""
+    return any(words in source_of(type(module).forward) for module in (model, *model.children()))
 
 
 def makes_mask(model: nn.Module) -> bool:
