@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
 from ..mesh.failures import operation
+from ..ops.differentiable import differentiable
 from ..ops.exchange.held_rows import fetch, rows_plan
 from ..ops.exchange.whole_sequences import save_where
 from ..schedule.documents import read
@@ -38,7 +39,7 @@ def with_gradient_of(value: Tensor, differentiable: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("hyper_cp::roll_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def roll_sequence(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, shifts: int) -> Tensor:
+def roll_sequence_op(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, shifts: int) -> Tensor:
     """This rank's share ``[.. S/n ..]`` of the sequence rolled by ``shifts``; values from another document or from
     outside the sequence are zero. One all-gather of the rows that cross between ranks."""
     cp = cp_mesh.by_key(mesh)
@@ -65,23 +66,23 @@ def over_rows(per_token: Tensor, ndim: int, seq_dim: int) -> Tensor:
     return per_token.reshape(shape)
 
 
-@roll_sequence.register_fake
+@roll_sequence_op.register_fake
 def _(x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, shifts: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _differentiate_roll(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *where, shifts = ctx.where  # rolling back is the transpose, documents included
-    return roll_sequence(grad, *ctx.saved_tensors, *where, -shifts), None, None, None, None, None
+    return roll_sequence_op(grad, *ctx.saved_tensors, *where, -shifts), None, None, None, None, None
 
 
-roll_sequence.register_autograd(_differentiate_roll, setup_context=save_where)
+roll_sequence = differentiable("roll_sequence", roll_sequence_op, _differentiate_roll, save_where)
 
 # --------------------------------------------------------------------------- rows of any ranks
 
 
 @torch.library.custom_op("hyper_cp::move_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def move_rows(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Tensor:
+def move_rows_op(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Tensor:
     """Send rows ``[*, D]`` to other ranks of a mesh with one ring, ``sent[i]`` to rank i, the first ones to rank 0; the
     result has ``received[i]`` rows from rank i, in the same order. Its gradient travels back the same way."""
     cp = cp_mesh.by_key(mesh)
@@ -92,7 +93,7 @@ def move_rows(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Ten
     return found
 
 
-@move_rows.register_fake
+@move_rows_op.register_fake
 def _(x: Tensor, sent: list[int], received: list[int], mesh: str) -> Tensor:
     return x.new_empty(sum(received), x.shape[1])
 
@@ -103,10 +104,10 @@ def _save_move(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_move(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     sent, received, mesh = ctx.where
-    return move_rows(grad, received, sent, mesh), None, None, None
+    return move_rows_op(grad, received, sent, mesh), None, None, None
 
 
-move_rows.register_autograd(_differentiate_move, setup_context=_save_move)
+move_rows = differentiable("move_rows", move_rows_op, _differentiate_move, _save_move)
 
 
 def rows_to_readers(x: Tensor, plan: ReadRows, mesh: str) -> Tensor:

@@ -94,7 +94,7 @@ def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
             raise NotImplementedError(
                 f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad). The ops of "
                 "this library have no forward-mode derivative, so the tangent would be zero. Use backward "
-                "(torch.autograd.grad, torch.func.vjp), or one device"
+                "(torch.autograd.grad), or one device"
             )
 
 

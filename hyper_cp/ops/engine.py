@@ -25,6 +25,7 @@ from ..schedule.ranges import Range
 from ..schedule.tiles import CAUSAL, FULL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
+from .differentiable import differentiable
 from .entries import EntryTiles
 from .exchange.tails import SwappedTails
 from .exchange.travel import Gradients, Travel
@@ -52,7 +53,7 @@ class TileEngine:
             hiding = call.documents, call.mode.window, call.sinks, call.score, call.entries, call.selected
             if all(x is None for x in hiding):
                 return self._plain_sdpa(q, k, v, call)
-        return self.asked(call, *attention_op(q, k, v, *op_arguments(q, k, v, call)))
+        return self.asked(call, *differentiable_attention(q, k, v, *op_arguments(q, k, v, call)))
 
     def asked(self, call: CheckedCall, out: Tensor, lse: Tensor, _: Tensor, largest: Tensor) -> Any:
         """The results of the op that are asked for."""
@@ -63,7 +64,8 @@ class TileEngine:
         """Latent attention to selected keys. Expanding all keys would take longer than attending to few of them."""
         q, latent, output = absorb(q, latent, rope.shape[3], cast(Tensor, call.weight), call.bias)
         call = replace(call, weight=None, bias=None)
-        out, *others = attention_op(q, latent, rope, *op_arguments(q, latent, rope, call, absorbed=True))
+        arguments = op_arguments(q, latent, rope, call, absorbed=True)
+        out, *others = differentiable_attention(q, latent, rope, *arguments)
         return self.asked(call, output(out), *others)
 
     def _plain_sdpa(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Tensor:
@@ -501,4 +503,4 @@ def gradient_of_sinks(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dls
     return (weight * per_row).sum((0, 2)).neg().to(sinks.dtype)
 
 
-attention_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_attention = differentiable("attention", attention_op, _differentiate, _save)

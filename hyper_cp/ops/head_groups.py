@@ -35,6 +35,7 @@ from ..schedule.choices import heads_after_sharing
 from ..schedule.documents import read
 from ..schedule.lookup import ascending, resolve
 from .config import CheckedCall, Operands, OpSettings
+from .differentiable import differentiable
 from .engine import Saved, TileEngine, attention_backward_op, attention_op, op_arguments
 from .exchange import ulysses
 from .exchange.ulysses import Ulysses, shared_heads
@@ -106,7 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: CheckedCall, core: TileEngine)
     what ``core`` returns."""
     degree = call.cp.ulysses.size
     k, v = (shared_heads(x, degree, 1) for x in (k, v))
-    out, largest, lse, kernel, *_ = ulysses_attention_op(q, k, v, *op_arguments(q, k, v, call))
+    out, largest, lse, kernel, *_ = differentiable_ulysses_attention(q, k, v, *op_arguments(q, k, v, call))
     found = core.asked(call, out, lse, kernel, largest)
     if not isinstance(found, tuple):
         return found
@@ -342,4 +343,6 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *of_qkv, saved.gradients(others), None, None, None
 
 
-ulysses_attention_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_ulysses_attention = differentiable(
+    "ulysses_attention", ulysses_attention_op, _differentiate, _save, returns_list=True
+)

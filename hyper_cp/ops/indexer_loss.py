@@ -27,6 +27,7 @@ from ..schedule.ranges import Range
 from ..schedule.tiles import Tile
 from .checks import cast_for_autocast, check, check_grouped, check_latent_forms, check_local, with_hosts
 from .config import Call, Mode, Operands, OpSettings
+from .differentiable import differentiable
 from .engine import KeyGradients, Saved, Work, check_nans_if_enabled, no_autocast
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
@@ -153,7 +154,8 @@ def loss_of(
         given = Operands(documents=checked.documents, mask=checked.mask, selected=checked.selected)
         arguments = checked.settings(REFERENCE.name).arguments(given, checked.scale)
         lse = lse.detach().to(accumulation_dtype(q.dtype))
-        loss: Tensor = indexer_loss_op(index_q, index_k, weights, q, k, lse, score, scale, heads, *arguments)[0]
+        target = q, k, lse, score, scale, heads
+        loss: Tensor = differentiable_indexer_loss(index_q, index_k, weights, *target, *arguments)[0]
         return loss
 
 
@@ -400,4 +402,4 @@ def _differentiate(ctx: Any, dloss: Tensor | None, _: None) -> tuple[Any, ...]:
     return *grads, *[None] * 6, saved.gradients(()), None, None, None
 
 
-indexer_loss_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_indexer_loss = differentiable("indexer_loss", indexer_loss_op, _differentiate, _save)

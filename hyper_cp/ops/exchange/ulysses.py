@@ -21,6 +21,7 @@ from ...schedule.choices import heads_after_sharing
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
 from ...schedule.ranges import Rows
+from ..differentiable import differentiable
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Ulysses:
         if self.cp.ulysses.size == 1:
             return xs
         table = self.documents if layouts.by_documents(self.layout) else None
-        return all_to_all_op(xs, table, self.cp.key, self.layout, self.seq_dim, self.head_dim, to_heads)
+        arguments = table, self.cp.key, self.layout, self.seq_dim, self.head_dim, to_heads
+        found: list[Tensor] = differentiable_all_to_all(xs, *arguments)
+        return found
 
 
 def shared_heads(x: Tensor, degree: int, head_dim: int) -> Tensor:
@@ -138,7 +141,7 @@ def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return (back, None, None, None, None, None, None)
 
 
-all_to_all_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_all_to_all = differentiable("all_to_all", all_to_all_op, _differentiate, _save, returns_list=True)
 
 
 # --------------------------------------------------------------------------- the transfers

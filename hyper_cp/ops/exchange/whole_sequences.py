@@ -19,6 +19,7 @@ from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
 from ...schedule.layout import ResolvedLayout
 from ...schedule.lookup import ascending, resolve
+from ..differentiable import differentiable
 from ..kernels.partials import accumulation_dtype
 
 
@@ -34,7 +35,7 @@ def _positions(cp: CPMesh, layout: str, length: int, documents: Tensor | None, r
 
 
 @torch.library.custom_op("hyper_cp::gather_sequence", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def gather_sequence(
+def gather_sequence_op(
     x: Tensor, documents: Tensor | None, mesh: str, layout: str, seq_dim: int, add_up: bool = False, ring: bool = False
 ) -> Tensor:
     """Gather ``[.. S/n ..] -> [.. S ..]`` in global order, the same on every rank of the mesh, or of a ring of it.
@@ -55,7 +56,7 @@ def gather_sequence(
     return to_ascending.take(by_rank.flatten(0, 1), 0).movedim(0, seq_dim).contiguous()
 
 
-@gather_sequence.register_fake
+@gather_sequence_op.register_fake
 def _(x, documents, mesh, layout, seq_dim, add_up=False, ring=False):  # type: ignore[no-untyped-def]
     shape = list(x.shape)
     shape[seq_dim] *= _ranks(cp_mesh.by_key(mesh), ring)[2]
@@ -105,7 +106,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return share_sequence(grad, *ctx.saved_tensors, *ctx.where), *(None,) * 6
 
 
-gather_sequence.register_autograd(_differentiate, setup_context=save_where)
+gather_sequence = differentiable("gather_sequence", gather_sequence_op, _differentiate, save_where)
 
 
 def gather_keys(k: Tensor, v: Tensor, mesh: str, layout: str) -> tuple[Tensor, Tensor]:

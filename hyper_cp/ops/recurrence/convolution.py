@@ -18,6 +18,7 @@ from ...mesh.arguments import check_choice, check_int
 from ...mesh.cp_mesh import CPMesh
 from ...mesh.failures import backward_of, caller, calling, operation
 from ..checks import documents_of
+from ..differentiable import differentiable
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, check_replay, fingerprint
 from .checks import agree, check_layout_of, check_tensor
@@ -87,7 +88,7 @@ def causal_conv1d(
     agree(name if dilation == 1 else f"{name}, dilation={dilation}", cp, layout, table, x, weight)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
     with calling(name):
-        out: Tensor = conv_op(x, weight, bias, table, cp.key, layout, dilation)
+        out: Tensor = differentiable_conv(x, weight, bias, table, cp.key, layout, dilation)
     return ACTIVATIONS[activation](out)
 
 
@@ -172,4 +173,4 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return *grads, dbias, None, None, None, None
 
 
-conv_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_conv = differentiable("conv", conv_op, _differentiate, _save)

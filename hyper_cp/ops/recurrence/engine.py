@@ -15,6 +15,7 @@ from torch import Tensor
 from ...mesh import cp_mesh, nans
 from ...mesh.failures import backward_of, caller, operation
 from ...schedule.documents import read
+from ..differentiable import differentiable
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, check_replay, fingerprint
 from ..settings import read as read_settings
@@ -145,4 +146,4 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return *grads, *([None] * (7 - len(grads)))
 
 
-recurrence_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_recurrence = differentiable("recurrence", recurrence_op, _differentiate, _save)

@@ -17,7 +17,7 @@ from ..exchange.ulysses import Ulysses
 from ..settings import text
 from . import kernels
 from .checks import agree, check_layout_of, check_tensor
-from .engine import RecurrenceSettings, recurrence_op, with_final_state
+from .engine import RecurrenceSettings, differentiable_recurrence, with_final_state
 
 FORM = "[batch, positions, heads, numbers of a head]"
 
@@ -137,7 +137,7 @@ def linear_recurrence(
 
 
 def _op(*arguments: Any) -> Tensor:
-    out: Tensor = recurrence_op(*arguments)
+    out: Tensor = differentiable_recurrence(*arguments)
     return out
 
 

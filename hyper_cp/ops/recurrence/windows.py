@@ -23,6 +23,7 @@ from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.windows import Gathering, counted, gathering, window_ends
 from ..checks import check_dtype, check_local, documents_of
+from ..differentiable import differentiable
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, check_replay, fingerprint
 from .checks import agree, check_layout_of
@@ -98,7 +99,7 @@ def windows(
     agree(f"{name} {[*shifts]} every {every}", cp, layout, table, x)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[1])
     with calling(name):
-        out: Tensor = windows_op(x, shifts, every, fill, table, cp.key, layout)
+        out: Tensor = differentiable_windows(x, shifts, every, fill, table, cp.key, layout)
     return out
 
 
@@ -285,4 +286,4 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     return of_x, None, None, None, None, None, None
 
 
-windows_op.register_autograd(_differentiate, setup_context=_save)
+differentiable_windows = differentiable("windows", windows_op, _differentiate, _save)
