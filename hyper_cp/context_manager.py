@@ -368,14 +368,15 @@ class _Routing(DispatchMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def check_checkpoint(self, what: str) -> None:
-        """Raise ``NotImplementedError`` in a reentrant checkpoint, and ``RuntimeError`` in a recompute whose forward
-        ran in a block with other settings."""
+        """Raise ``NotImplementedError`` in a reentrant checkpoint (torch's or other code's), and ``RuntimeError`` in a
+        recompute whose forward ran in a block with other settings."""
         if torch.compiler.is_compiling():  # such a checkpoint is an error in a compiled graph
             return
-        if self.training and not torch.is_grad_enabled() and checkpoint.in_reentrant_forward():
+        if self.training and checkpoint.in_function_forward():
             raise NotImplementedError(
-                f"{what} runs in a reentrant activation checkpoint inside context_parallel. Its recompute could come "
-                f"after the block, and would silently be local {what}. Use checkpoint(..., use_reentrant=False)"
+                f"{what} runs in the forward of an autograd function inside context_parallel, as in a reentrant "
+                f"activation checkpoint. Its recompute could come after the block, and would silently be local {what}. "
+                "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         now = self.call.binding.style
         (then,) = checkpoint.batch_state(_blocks, lambda: (now,))

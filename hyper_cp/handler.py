@@ -29,7 +29,7 @@ from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import bindings, swapped
 from .ops import max_logits
 from .schedule import layout as layouts
-from .schedule.documents import documents_table, read
+from .schedule.documents import documents_table, read, tokens_of
 from .style import ContextParallel, style_of
 
 
@@ -343,6 +343,13 @@ class ContextParallelHandler(Shares):
             )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
+            if (
+                table is cu_seqlens
+                and table is not None
+                and not torch.compiler.is_compiling()
+                and tokens_of(table) is None
+            ):
+                table = table.clone()  # the caller's own buffer, which may be written to before a recompute
             if table is not None:
                 ends = () if torch.compiler.is_compiling() else tuple(table[:, -1].tolist())
                 table = padded_table(self, table)

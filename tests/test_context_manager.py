@@ -39,10 +39,28 @@ class Layer(nn.Module):
         return x + attend(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint as other libraries write it."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        out: Tensor = layer(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return None, x.grad
+
+
 class Model(nn.Module):
     """Knows nothing of context parallelism; its positions are a buffer."""
 
-    def __init__(self, plain: bool = False, checkpointing: bool | None = None) -> None:
+    def __init__(self, plain: bool = False, checkpointing: bool | str | None = None) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.embed = nn.Embedding(11, 8)
@@ -54,7 +72,10 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = torch.einsum("bsd,sd->bsd", [self.embed(ids), self.place])
         for layer in self.layers:
-            x = layer(x) if self.checkpointing is None else checkpoint(layer, x, use_reentrant=self.checkpointing)
+            if isinstance(self.checkpointing, bool):
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing)
+            else:
+                x = OwnCheckpoint.apply(layer, x) if self.checkpointing == "own" else layer(x)
         return x
 
 
@@ -74,7 +95,7 @@ def reference() -> tuple[Tensor, list[Tensor]]:
 
 
 @on_ranks
-def step(options: dict[str, Any], where: str, checkpointing: bool | None = None) -> float:
+def step(options: dict[str, Any], where: str, checkpointing: bool | str | None = None) -> float:
     """Error of a training step, with backward inside or outside the block."""
     model, (ids, weights) = Model(checkpointing=checkpointing), data()
     buffers, before = [ids, weights, model.place], [x.clone() for x in (ids, weights, model.place)]
@@ -139,7 +160,8 @@ def test_activation_checkpoints_recompute_in_the_block(ranks: Any, where: str) -
 
 def test_activation_checkpoints_that_would_be_local_are_refused(ranks: Any) -> None:
     ranks.raises(2, "CheckpointError", "number of tensors|different metadata", step, {}, "outside", False)
-    ranks.raises(2, "NotImplementedError", "use_reentrant=False", step, {}, "inside", True)
+    for kind in (True, "own"):
+        ranks.raises(2, "NotImplementedError", "use_reentrant=False", step, {}, "inside", kind)
 
 
 @on_ranks

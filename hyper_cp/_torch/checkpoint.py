@@ -34,6 +34,7 @@ from .version import moved
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
     raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
+_APPLY = torch.autograd.Function.apply.__code__
 _AMBIGUOUS = object()
 T = TypeVar("T")
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
@@ -232,6 +233,12 @@ def in_foreign_recompute() -> bool:
     return torch._C._current_graph_task_id() != -1 and not in_recompute()
 
 
-def in_reentrant_forward() -> bool:
-    """True inside the forward of a reentrant checkpoint of this thread."""
-    return any(frame.f_code is _FORWARD for frame in _reentrant_frames())
+def in_function_forward() -> bool:
+    """True inside the forward of an autograd function, as that of a reentrant checkpoint, torch's or other code's: what
+    runs there has no graph, and backward is what the function makes it."""
+    if torch.is_grad_enabled():
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None

@@ -35,6 +35,7 @@ from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.model import begin_call
 from ..ops.attention import cp_attention
 from ..ops.config import Call
+from ..ops.writes import writes
 from ..schedule.documents import documents_table
 from ..style import ContextParallel
 
@@ -327,9 +328,13 @@ class PackedAttention(nn.Module):
                 f"{self.binding.name} got cu_seq_q and cu_seq_k that differ. Queries and keys must be packed "
                 "alike. Pass the same boundaries for both"
             )
-        if (rows, length) not in _tables.setdefault(cu_seq, {}):
-            _tables[cu_seq][rows, length] = documents_table(cu_seq if rows == 1 else self._by_row(cu_seq, rows, length))
-        found: Tensor = _tables[cu_seq][rows, length]
+        count, made = _tables.get(cu_seq, (-1, {}))
+        if count != writes(cu_seq) or cu_seq.is_inference():  # such tensors count no writes
+            made = {}
+        if (rows, length) not in made:
+            made[rows, length] = documents_table(cu_seq if rows == 1 else self._by_row(cu_seq, rows, length))
+            _tables[cu_seq] = writes(cu_seq), made
+        found: Tensor = made[rows, length]
         return found
 
     def _by_row(self, cu_seq: Tensor, rows: int, length: int) -> list[list[int]]:
@@ -345,4 +350,5 @@ class PackedAttention(nn.Module):
 
 
 _tables: Any = WeakTensorKeyDictionary()
-"""``cu_seq_q -> table of documents`` by rows and length: all layers of a batch share one tensor."""
+"""Of each ``cu_seq_q`` the number of writes to it, and its table of documents by rows and length: all layers of a batch
+share one tensor, which may be written to for the next batch."""

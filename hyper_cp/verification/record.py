@@ -53,6 +53,8 @@ class Event:
     shape: tuple[int, ...]
     """The shape of the tensor itself."""
     selection: Selection | None = None
+    positions: Positions | None = None
+    """In the run with context parallelism: those of this rank then, if they were known."""
     local_positions: bool = False
     """True if it counts local rows where it should have positions."""
 
@@ -187,10 +189,11 @@ class Recorder(TorchFunctionMode):
         value = self._copy(x) if self.like is None else self._local(x.detach()).cpu()
         event = Event(key, index, self._tick, value, tuple(value.shape))
         if self.like is None:
+            event.positions = positions
             event.local_positions = positions is not None and looks_local(value, positions)
             trace.events[key] = event
-        elif positions is not None and key in self.like.events:
-            found = closest(self.like.events[key].value, value, positions)
+        elif key in self.like.events and (at := self.like.events[key].positions or positions) is not None:
+            found = closest(self.like.events[key].value, value, at)
             if found is None:
                 trace.unmatched[key] = event.shape
             else:

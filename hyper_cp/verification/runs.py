@@ -42,16 +42,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class RecordingHandler(ContextParallelHandler):
-    """A handler that records the first sequence that it splits."""
+    """A handler that records the first sequence that it splits, and the others of its length."""
 
     sequence: tuple[int, Tensor | None] | None = None
-    """Its length without padding, and the documents by which it was placed."""
+    """Its length without padding, and the documents by which the last of that length was placed."""
 
     def _local_share(
         self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
     ) -> Tensor:
         share = super()._local_share(tensor, seq_dim, documents, pad_value)
-        if self.sequence is None:
+        if self.sequence is None or self.sequence[0] == tensor.shape[seq_dim]:
             self.sequence = tensor.shape[seq_dim], documents
         return share
 
@@ -70,6 +70,8 @@ class Runs:
     average: bool
     """True if the user averages gradients over the cp ranks, False if they are summed."""
     sequence: Positions | None = field(default=None, init=False)
+    _split: tuple[int, Tensor | None] | None = field(default=None, init=False)
+    """What ``sequence`` was made of."""
 
     def __post_init__(self) -> None:
         self.handler = RecordingHandler(self.mesh, self.style)
@@ -82,10 +84,10 @@ class Runs:
         self.cp_dims = CPDims(self.mesh)
 
     def positions(self) -> Positions | None:
-        """The positions of this rank, as soon as they are known: from the first tensor that the handler splits, or
-        from the batch."""
-        if self.sequence is None and self.handler.sequence is not None:
-            length, table = self.handler.sequence
+        """The positions of this rank, as soon as they are known: those of what the handler has split, or of the
+        batch."""
+        if self.handler.sequence is not None and self.handler.sequence is not self._split:
+            self._split = length, table = self.handler.sequence
             # A batch may have been padded before it was split.
             if self.known is not None and self.known.padded_length == length:
                 length = self.known.length

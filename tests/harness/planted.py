@@ -178,6 +178,12 @@ def loss_fn(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Te
     return handler.mean_loss(*forward(model, batch, handler))
 
 
+def two_sequences(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    """A right training step of two sequences of one length, which a layout by documents places differently."""
+    first, second = ({**batch, "documents": boundaries} for boundaries in ([0, 5, LENGTH], [0, 9, 12, LENGTH]))
+    return loss_fn(model, first, handler) + loss_fn(model, second, handler)
+
+
 def shifted_after_sharding(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
     batch = handler.get_batch_on_this_cp_rank(batch)
     logits = model(batch["input_ids"], batch["position_ids"])

@@ -186,6 +186,11 @@ def recompute(style: Style, remembered: bool, reentrant: bool = False) -> dict[s
                 found[name] = error(*late, FIRST)
             with handler.documents(FIRST):
                 late = run()
+        buffer = torch.tensor([FIRST])
+        with handler.documents(buffer):
+            late = run()
+        buffer.copy_(torch.tensor([SECOND]))
+        found["a buffer that is written to"] = error(*late, FIRST)
         plain = run()
         with handler.documents(FIRST):
             found["documents only later"] = error(*plain, [0, SEQ])

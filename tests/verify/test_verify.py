@@ -50,6 +50,7 @@ RIGHT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("", "loss_fn", {}, {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}),
     ("", "loss_fn", {"length": 21}, {"ulysses_degree": 1, "load_balance": True}),
     ("", "loss_fn", {"length": 21, "documents": [0, 6, 21]}, {"layout": "per_document"}),
+    ("", "two_sequences", {}, {"ulysses_degree": 1, "layout": "balanced"}),
     ("", "loss_fn", {"attention_mask": left_padding()}, {"ulysses_degree": 1}),
     ("", "", {"attention_mask": left_padding(), "labels": whole_batch()["labels"]}, {}),
 ]

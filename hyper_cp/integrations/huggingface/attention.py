@@ -335,7 +335,7 @@ def attention_forward(
             )
         score = position_bias.score(query)
     call = Call(False, options.get("scaling"), mask, documents, name=name, sinks=options.get("s_aux"), score=score)
-    if getattr(module, "store_full_length_kv", False) and checkpoint.in_reentrant_forward():
+    if getattr(module, "store_full_length_kv", False) and checkpoint.in_function_forward():
         raise NotImplementedError(
             f"{name} hands its latents to later layers inside a reentrant activation checkpoint, through which their "
             "gradients do not pass (on one device neither, without an error). Checkpoint with use_reentrant=False"

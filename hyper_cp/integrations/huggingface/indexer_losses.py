@@ -42,8 +42,8 @@ class IndexerLosses:
         """Raise where a loss would leave a layer without its gradients. ``found``: False if what an indexer scored has
         not come to the attention of its layer, as in compiled code."""
         compiled = torch.compiler.is_compiling() or not found
-        if compiled or checkpoint.in_reentrant_forward():
-            where = "compiled" if compiled else "in a reentrant activation checkpoint"
+        if compiled or checkpoint.in_function_forward():
+            where = "compiled" if compiled else "in the forward of an autograd function (a reentrant checkpoint)"
             raise NotImplementedError(
                 f"{name} runs {where} inside indexer_losses. The loss of an indexer leaves its layer beside the "
                 "output, and would have no gradient. Run the forward eagerly, and checkpoint with use_reentrant=False"

@@ -83,7 +83,7 @@ def _made(module: Any, name: str, shared: bool, given: Any, *args: Any, **kwargs
     state, make = state_for(module), getattr(type(module), name)
     if not isinstance(state, ForwardState):
         return make(module, given, *args, **kwargs)
-    if shared and checkpoint.in_reentrant_forward():
+    if shared and checkpoint.in_function_forward():
         raise NotImplementedError(
             f"{type(module).__name__} makes biases of positions inside a reentrant activation checkpoint, and hands "
             "them to later layers. Their gradients would not come back to its table. Use use_reentrant=False"
