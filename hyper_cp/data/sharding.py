@@ -126,7 +126,7 @@ class Shares:
         table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
         if factor > 1:
             tensor = with_gradient_of(tensor, tensor * factor)
-        gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim, gradients == "shares")
+        gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim, gradients == "shares", False)
         return gathered if length is None else gathered.narrow(seq_dim, 0, length)
 
     def roll_tensor(

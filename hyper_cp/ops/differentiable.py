@@ -17,7 +17,7 @@ def differentiable(
     *,
     returns_list: bool = False,
 ) -> Callable[..., Any]:
-    """Give a custom op its gradient, and return the function to call, which takes the op's arguments by position.
+    """Give a custom op its gradient, and return the function to call, which takes all of the arguments by position.
 
     Compiled graphs contain the op, with the gradient that is registered. Eager calls run the same two functions as an
     autograd function of their own: PyTorch's general one, which takes lists apart and puts them together with pytrees

@@ -95,7 +95,7 @@ class QueryBias(RelativeBias):
             states = torch.cat([states, self.sinks.transpose(1, 2).to(self.dtype)], -1)
             profiles = torch.cat([profiles, -torch.ones_like(profiles[:1])])
         state, layout = self.state, self.state.style.mode.layout
-        whole = gather_sequence(states, state.batch.documents, state.mesh.views[0].key, layout, 1, True)
+        whole = gather_sequence(states, state.batch.documents, state.mesh.views[0].key, layout, 1, True, False)
         return Profiles(whole, profiles)
 
 

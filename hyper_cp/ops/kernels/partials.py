@@ -17,7 +17,9 @@ from . import fused
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, fp32 for everything smaller."""
+    """fp64 for fp64, fp32 for everything smaller, and complex numbers of these for complex ones."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
