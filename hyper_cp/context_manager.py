@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -159,6 +160,9 @@ class context_parallel:
             if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
                 s.keep_before()
         routing = _Routing(self._binding, sharded)
+        look = [s for s in sharded if s.buffer.device.type == "cpu" or not _Routing.looked]
+        routing.packed = self._binding.active.parallel and any(_counts_documents(s.buffer, s.dim) for s in look)
+        _Routing.looked = True
         for s in sharded:  # nothing fails from here on
             s.begin()
         for s in sharded:  # when all have begun: views of one tensor count their writes together
@@ -209,6 +213,16 @@ def _listed(argument: str, given: Any) -> list[Any]:
     if isinstance(given, (Tensor, str)) or not isinstance(given, (Iterable, type(None))):
         raise TypeError(f"{argument} is a {type(given).__name__}. Each buffer has an entry. Pass a list")
     return list(given or ())
+
+
+def _counts_documents(buffer: Tensor, dim: int) -> bool:
+    """True if a buffer counts 0, 1, 2 and so on, and returns to 0. Waits for the device that holds it."""
+    if buffer.dtype not in (torch.int32, torch.int64) or buffer.ndim > 2 or buffer.shape[dim] < 2:
+        return False
+    at = buffer.detach().movedim(dim, -1)
+    before, after = at[..., :-1], at[..., 1:]
+    back, on = (after == 0) & (before > 0), after == before + 1
+    return bool(back.any() & (back | on).all() & (at[..., 0] == 0).all())
 
 
 _sharded_now: set[int] = set()
@@ -330,6 +344,9 @@ class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
+    looked = False
+    """True after the first block of the process: buffers on accelerators are not looked at again."""
+
     def __init__(self, binding: Binding, sharded: list[_Sharded]) -> None:
         super().__init__(RunningCall(binding, None, binding.active, grad_enabled=False))
         self.training, self.sharded = torch.is_grad_enabled(), sharded
@@ -337,6 +354,8 @@ class _Routing(DispatchMode):
         self.buffers = {id(s.share): s.buffer for s in sharded}
         self.call.shares = [(s.share.shape[0] if s.dim else 1, s.share.shape[s.dim]) for s in sharded]
         self.mixer = _BlockMixer(self)
+        self.packed = False
+        """True if a buffer has positions of packed documents, and no attention call has been warned of them."""
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}
         """Positions of the shares."""
 
@@ -364,6 +383,16 @@ class _Routing(DispatchMode):
         self.check_checkpoint("attention")
         call = self.call
         call.documents = call.binding.active_documents(caller="attention in a context_parallel block")
+        if self.packed and call.documents is None and not torch.compiler.is_compiling():
+            self.packed = False
+            warnings.warn(
+                "a buffer of this context_parallel block has positions that return to 0, as in packed documents, and "
+                "attention runs without documents. Models that keep such documents apart by their positions (those of "
+                "transformers) see the positions of a share only, and attend across documents. Run the model in "
+                "handler.documents(...), with the handler that the block yields; or ignore this warning, if the model "
+                "attends across documents on one device, too",
+                stacklevel=2,
+            )
         call.must_route = call.mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
 

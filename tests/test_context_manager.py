@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -536,3 +538,32 @@ def test_operators_of_attention_are_routed_or_refused(ranks: Any) -> None:
     assert max(ranks(2, by_operator, "scaled_dot_product_attention")) <= 1e-10
     for operator in ("_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward"):
         ranks.raises(2, NotImplementedError, f"aten.{operator}, which cannot be routed", by_operator, operator)
+
+
+@on_ranks
+def packed_positions() -> list[tuple[list[str], float]]:
+    """Warnings of blocks with positions of packed documents, and the error of the output against documents."""
+    mesh, found = cp_mesh(), []
+    module, x = Layer(plain=False).double(), torch.randn(1, LENGTH, 8, dtype=torch.float64)
+    for documents in (None, [0, LENGTH // 2, LENGTH]):
+        for boundary in (LENGTH // 2, LENGTH):
+            positions, share = torch.arange(LENGTH)[None] % boundary, x.clone()
+            with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+                warnings.simplefilter("always")
+                with (
+                    context_parallel(
+                        mesh, buffers=[positions, share], buffer_seq_dims=[1, 1], layout="contiguous"
+                    ) as handler,
+                    handler.documents(documents) if documents else nullcontext(),
+                ):
+                    out = handler.combine(module(share), 1)
+            want = torch.cat([module(x[:, :12]), module(x[:, 12:])], 1) if documents else module(x)
+            said = [str(w.message) for w in caught if "positions that return to 0" in str(w.message)]
+            found.append((said, relative_error(out, want.detach())))
+    return found
+
+
+def test_positions_of_packed_documents_are_warned_of(ranks: Any) -> None:
+    for found in ranks(2, packed_positions):
+        assert [len(said) for said, _ in found] == [1, 0, 0, 0], found
+        assert max(error for _, error in found) <= 1e-10
