@@ -160,9 +160,9 @@ class context_parallel:
             if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
                 s.keep_before()
         routing = _Routing(self._binding, sharded)
-        look = [s for s in sharded if s.buffer.device.type == "cpu" or not _Routing.looked]
-        routing.packed = self._binding.active.parallel and any(_counts_documents(s.buffer, s.dim) for s in look)
-        _Routing.looked = True
+        if self._binding.active.parallel and not torch.compiler.is_compiling():
+            readable = [s for s in sharded if s.buffer.device.type == "cpu" or not _Routing.read_once]
+            routing.packed, _Routing.read_once = any(_counts_documents(s.buffer, s.dim) for s in readable), True
         for s in sharded:  # nothing fails from here on
             s.begin()
         for s in sharded:  # when all have begun: views of one tensor count their writes together
@@ -344,8 +344,8 @@ class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    looked = False
-    """True after the first block of the process: buffers on accelerators are not looked at again."""
+    read_once = False
+    """True after the first block of the process: buffers on accelerators are not read again."""
 
     def __init__(self, binding: Binding, sharded: list[_Sharded]) -> None:
         super().__init__(RunningCall(binding, None, binding.active, grad_enabled=False))

@@ -350,5 +350,5 @@ class PackedAttention(nn.Module):
 
 
 _tables: Any = WeakTensorKeyDictionary()
-"""Of each ``cu_seq_q`` the number of writes to it, and its table of documents by rows and length: all layers of a batch
-share one tensor, which may be written to for the next batch."""
+"""``cu_seq_q -> (number of writes to it, table of documents by rows and length)``: all layers of a batch share one tensor,
+which may be written to for the next batch."""

@@ -186,6 +186,8 @@ def read(table: Tensor | None) -> PackedDocuments | None:
     """
     if table is None:
         return None
+    if torch.compiler.is_compiling():
+        return _read_outside_of_graphs(table)
     known = _known.get(id(table))
     if known is not None and known[0]() is table and known[1] == _bytes(table):
         return known[2]
@@ -201,6 +203,11 @@ def read(table: Tensor | None) -> PackedDocuments | None:
     key, known_tables = id(table), _known  # bound here: globals may be gone when the last tables die
     _known[key] = weakref.ref(table, lambda _: known_tables.pop(key, None)), content, found
     return found
+
+
+@torch.compiler.disable(reason="The host reads documents. Split batches before the compiled function")
+def _read_outside_of_graphs(table: Tensor) -> PackedDocuments:
+    return read(table)
 
 
 def _bytes(table: Tensor) -> bytes:

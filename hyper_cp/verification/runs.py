@@ -71,7 +71,7 @@ class Runs:
     """True if the user averages gradients over the cp ranks, False if they are summed."""
     sequence: Positions | None = field(default=None, init=False)
     _split: tuple[int, Tensor | None] | None = field(default=None, init=False)
-    """What ``sequence`` was made of."""
+    """The length and documents that ``sequence`` was made of."""
 
     def __post_init__(self) -> None:
         self.handler = RecordingHandler(self.mesh, self.style)

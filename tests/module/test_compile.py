@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from hyper_cp import ContextParallel
+from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
 from hyper_cp.ops import SAVE_LIST, attention, causal_conv1d
@@ -318,6 +318,30 @@ def test_activation_checkpointing_recomputes_with_context_parallelism(ranks: Any
         for mode, (worst, full, selective) in zip(modes, found, strict=True):
             assert worst <= 1e-12, mode
             assert selective < full, f"{mode}: saved ops communicate again in the recompute"
+
+
+@on_ranks
+def step_that_splits() -> float:
+    """The worst error of a compiled step that splits batches of other numbers of documents, against the eager step."""
+    block = styled_block(2, {"ulysses_degree": 1})
+    handler = ContextParallelHandler.of(block)
+
+    def step(x: Tensor, ids: Tensor) -> Tensor:
+        batch = handler.get_batch_on_this_cp_rank({"x": x, "document_ids": ids}, {"x": 1})
+        with handler.documents(batch):
+            out: Tensor = block(batch["x"])
+        return out
+
+    compiled, errors = torch.compile(step, backend="eager"), []
+    for starts in ((), (5,), (3, 9), (2, 4, 11)):
+        x = torch.randn(1, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(len(starts)))
+        ids = torch.bucketize(torch.arange(16), torch.tensor(starts), right=True)[None]
+        errors.append(relative_error(compiled(x, ids).detach(), step(x, ids).detach()))
+    return max(errors)
+
+
+def test_a_compiled_step_may_split_its_batch(ranks: Any) -> None:
+    assert max(ranks(2, step_that_splits, timeout=300)) <= 1e-12
 
 
 @on_ranks
