@@ -350,5 +350,5 @@ class PackedAttention(nn.Module):
 
 
 _tables: Any = WeakTensorKeyDictionary()
-"""``cu_seq_q -> (number of writes to it, table of documents by rows and length)``: all layers of a batch share one tensor,
-which may be written to for the next batch."""
+"""``cu_seq_q -> (number of writes to it, tables of documents by rows and length)``. All layers of a batch share one
+tensor, which may be written to for the next batch."""
