@@ -78,7 +78,9 @@ def test_layers_that_write_attention_out(ranks: Any, kind: str) -> None:
         assert max(found) <= 1e-5, found
 
 
-@pytest.mark.parametrize("kind", ["bloom", "llama", "llama4_text"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "llama4_text")] + ["bloom"]
+)
 def test_whole_models_of_any_length(ranks: Any, kind: str) -> None:
     if kind == "llama4_text" and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
         pytest.skip("Dynamo of torch 2.11 ends with an internal error: a setting is a size that may change")

@@ -179,11 +179,11 @@ def test_hooks_come_back_in_order_and_are_left_alone_where_they_could_not() -> N
     assert found == [[False], [True]]
 
 
-def test_a_reentrant_forward_is_known() -> None:
+def test_the_forward_of_a_reentrant_checkpoint_is_that_of_an_autograd_function() -> None:
     found: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        found.append(seam.in_reentrant_forward())
+        found.append(seam.in_function_forward())
         return x.sin()
 
     for kind in (reentrant, hooked):
