@@ -34,7 +34,6 @@ from .version import moved
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
 if "ctx" not in _FORWARD.co_varnames or not {"ctx", "detached_inputs", "outputs"} <= {*_BACKWARD.co_varnames}:
     raise moved("variables ctx, detached_inputs and outputs in CheckpointFunction")
-_APPLY = torch.autograd.Function.apply.__code__
 _AMBIGUOUS = object()
 T = TypeVar("T")
 _Record = WeakKeyDictionary[object, tuple[Any, ...]]
@@ -238,7 +237,14 @@ def in_function_forward() -> bool:
     runs there has no graph, and backward is what the function makes it."""
     if torch.is_grad_enabled():
         return False
+    forwards = {getattr(function.forward, "__code__", None) for function in _subclasses(torch.autograd.Function)}
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    for found in of.__subclasses__():
+        yield found
+        yield from _subclasses(found)
