@@ -343,15 +343,11 @@ class ContextParallelHandler(Shares):
             )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
-            if (
-                table is cu_seqlens
-                and table is not None
-                and not torch.compiler.is_compiling()
-                and tokens_of(table) is None
-            ):
-                table = table.clone()  # the caller's own buffer, which may be written to before a recompute
             if table is not None:
-                ends = () if torch.compiler.is_compiling() else tuple(table[:, -1].tolist())
+                if not torch.compiler.is_compiling():
+                    ends = tuple(table[:, -1].tolist())
+                    if table is cu_seqlens and tokens_of(table) is None:
+                        table = table.clone()  # the caller's own buffer, which may be written to before a recompute
                 table = padded_table(self, table)
         state = self.cp.batch
         batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else None

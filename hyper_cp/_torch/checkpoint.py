@@ -19,6 +19,7 @@ the import raises.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -238,10 +239,7 @@ def in_function_forward() -> bool:
     if torch.is_grad_enabled():
         return False
     forwards = {getattr(function.forward, "__code__", None) for function in _subclasses(torch.autograd.Function)}
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in forwards:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code in forwards for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def _subclasses(of: Any) -> Iterator[Any]:

@@ -138,13 +138,11 @@ def rows_of_documents() -> dict[str, float]:
     mesh, found = cp_mesh(), {}
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, 16, 4, 8, dtype=torch.float64, generator=generator) for _ in range(3))
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
     cu_seq = torch.tensor([0, 5, 16, 25, 26, 32])
     rows, later = [[0, 5, 16], [0, 9, 10, 16]], [[0, 7, 9, 16], [0, 3, 16]]
     want, wanted_later = (
-        plain_attention(*(x.transpose(1, 2) for x in (q, k, v)), visible=visible_pairs(16, True, (3, 0), x)).transpose(
-            1, 2
-        )
-        for x in (rows, later)
+        plain_attention(*heads, visible=visible_pairs(16, True, (3, 0), x)).transpose(1, 2) for x in (rows, later)
     )
     for layout in ("contiguous", "head_tail"):
         style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout=layout)
