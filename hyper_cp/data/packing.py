@@ -252,6 +252,8 @@ class PreparedBatch:
     tokens_back: int = 0
     """The largest distance from padding whose label counts back to the nearest token of its row; ``NONE_BACK`` where
     there is none before it."""
+    tokens_near: int = 0
+    """The same to the nearest token on either side."""
     token_types: dict[str, Tensor] = field(default_factory=dict)
     """Types of all tokens of the sequence ``[B, S]``, -1 on padding that no mask of keys hides, by their name in the
     batch. Some models make masks of them, in which images see themselves whole."""

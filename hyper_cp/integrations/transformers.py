@@ -43,6 +43,7 @@ from ..style import ContextParallel, style_of
 from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
+    OVER_POSITIONS,
     POOLED,
     always_overlays,
     base_of,
@@ -62,6 +63,7 @@ from .huggingface.checks import (
     masks_by_types,
     mixers_of,
     position_maker,
+    sees_behind,
 )
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
@@ -111,9 +113,9 @@ def prepare_model(
     Call it before DDP, FSDP or compile, and before or after adapters of PEFT are added. Dimensions and indices of
     ``style`` do not count, and sliding windows are the model's own. The forward takes this rank's tokens: see
     :func:`prepare_batch`. A batch that has not been through it may have a 2-D ``attention_mask`` (local or global) or
-    ``position_ids``, which are then gathered in every forward. A model whose head pools, such as
-    ``LlamaForSequenceClassification``, takes the whole batch, and returns whole logits and this rank's share of the
-    loss.
+    ``position_ids``, which are then gathered in every forward. A model whose head reads the whole sequence, such as
+    ``LlamaForSequenceClassification`` and ``LlamaForQuestionAnswering``, takes the whole batch, and returns whole
+    logits and this rank's share of the loss.
 
     Args:
         chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
@@ -153,10 +155,12 @@ def prepare_model(
         attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:
+        hooks[0].reads_padding = True  # of a source whose mask the encoder makes itself
         hook.two = SourceTargetHook(hook.binding, prepare_batch)
         hook.two.attach(model, *stacks)
     elif POOLED.search(type(model).__name__):
-        PooledHook(hook.binding, prepare_batch).attach(model, decoder)
+        hook.reads_padding = bool(OVER_POSITIONS.search(type(model).__name__))
+        PooledHook(hook.binding, prepare_batch, hook.reads_padding).attach(model, decoder)
     elif model is not decoder:
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
@@ -281,6 +285,12 @@ def generate_with(
         return method(input_ids, **{CACHE: cache}, **kwargs)
 
 
+def _tokens_before(shown: Tensor) -> Tensor:
+    """The distance ``[B, S]`` of each position to the last token up to it; ``NONE_BACK`` where there is none."""
+    at = torch.arange(shown.shape[1])
+    return (at - torch.where(shown, at, -NONE_BACK).cummax(1).values).clamp(max=NONE_BACK)
+
+
 class _KeywordBatch(WholeBatch):
     """A batch with the conventions of transformers. Padding behind the tokens of a row needs no boundary, because
     masks are causal. Positions do not restart in documents. The documents of an enclosing block count."""
@@ -329,9 +339,9 @@ class _KeywordBatch(WholeBatch):
         if self.mask is None:
             return
         shown, counted = self.mask[:, : self.length].bool().cpu(), counted.cpu()
-        at = torch.arange(self.length)
-        back = at - torch.where(shown, at, -NONE_BACK).cummax(1).values
-        self.state = replace(self.state, tokens_back=int((back * (counted & ~shown)).max().clamp(max=NONE_BACK)))
+        back, ahead = _tokens_before(shown), _tokens_before(shown.flip(1)).flip(1)
+        far = [int((x * (counted & ~shown)).max()) for x in (back, torch.minimum(back, ahead))]
+        self.state = replace(self.state, tokens_back=far[0], tokens_near=far[1])
         behind = shown.flip(1).cumsum(1).flip(1) == 0
         if not bool((behind & counted).any()):
             return
@@ -415,6 +425,8 @@ class DecoderHook:
         parameters = inspect.signature(decoder.forward).parameters
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.reads_padding = False
+        """The states of padding are read, too: by a softmax over all positions, or by cross-attention."""
         self.long_rotary = prepare_rotary(decoder) > 0
         self.position_maker, self.counts_mask = position_maker(decoder), counts_mask(decoder)
         self.mixers = mixers_of(decoder)
@@ -513,7 +525,7 @@ class DecoderHook:
                 documents = batch.documents if batch.tokens is None else None
                 batch = replace(batch, documents=documents, tokens=None, keys=batch.visible)
             check_padding(module, self.mixers, handler.layout, batch, tokens)
-            self._warn_of_eager(module, batch)
+            self._check_eager(module, batch)
             passed = frozenset(kwargs)
             counted, positions = self._complete(handler, tokens, batch, kwargs)
             state = ForwardState(
@@ -542,19 +554,28 @@ class DecoderHook:
         """End what ``before`` has begun; also after an exception."""
         forward.end(module)
 
-    def _warn_of_eager(self, module: Any, batch: PreparedBatch) -> None:
-        """Warn of labels whose positions see no token, for a model with eager attention."""
+    def _check_eager(self, module: Any, batch: PreparedBatch) -> None:
+        """Warn of labels whose positions see no token, for a model with eager attention; refuse a head that reads
+        them all."""
         if self.implementation != "eager" and not getattr(module.config, "alibi", False):
             return
         kinds = getattr(module.config, "per_layer_config", None) or [module.config]  # windows of layers may differ
-        if batch.tokens_back >= min(getattr(config, "sliding_window", None) or NONE_BACK for config in kinds):
-            warnings.warn(
-                f"{self.binding.name} adds its mask to scores (attn_implementation='eager', or ALiBi biases), and "
-                "labels count at padding that sees no token (the label of the first token behind padding is one: "
-                "padding predicts it). On one device the mean of all values is there, under context parallelism zeros, "
-                "as 'sdpa' has: the loss differs a little from that of one device. Set these labels to -100",
-                stacklevel=2,
+        far = batch.tokens_near if sees_behind(module) else batch.tokens_back
+        if far < min(getattr(config, "sliding_window", None) or NONE_BACK for config in kinds):
+            return
+        adds = f"{self.binding.name} adds its mask to scores (attn_implementation='eager', or ALiBi biases), and "
+        zeros = "On one device the mean of all values is there, under context parallelism zeros, as 'sdpa' has"
+        if self.reads_padding:
+            raise NotImplementedError(
+                f"{adds}padding that sees no token is read, by a softmax over all positions or by cross-attention. "
+                f"{zeros}. Pad rows at their end; give an encoder-decoder an attention_mask of its source"
             )
+        warnings.warn(
+            f"{adds}labels count at padding that sees no token (the label of the first token behind padding is one: "
+            f"padding predicts it). {zeros}: the loss differs a little from that of one device. Set these labels to "
+            "-100",
+            stacklevel=2,
+        )
 
     def on_one_device(
         self, mesh: StyledMesh, documents: tuple[Tensor | None, ...], ready: PreparedBatch | None, kwargs: Any

@@ -185,6 +185,7 @@ DRAFTS = "a draft model of speculative decoding, which takes hidden states and k
 UNTRIED = dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTS)
 """Types that have no forward of tokens."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSES = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION"
+QUESTIONS = "QUESTION_ANSWERING"
 """Names of heads, as transformers' tables of automatic classes have them."""
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_cp import context_parallel_mesh, split_cp_mesh
-from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
+from tests.harness.hf_causal import MASKED, SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import SMALL, InDouble, gradients, make, model_of, prepare_batch, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -331,22 +331,19 @@ def test_a_mesh_of_one_rank_switches_context_parallelism_off(ranks: Any) -> None
 
 
 @on_ranks
-def per_token_heads() -> list[float]:
-    """Heads that compute a result for each token of a share."""
-    found, ids = [], batch_of()["input_ids"]
-    for head in (hf.LlamaForTokenClassification, hf.LlamaForQuestionAnswering):
-        torch.manual_seed(7)
-        model = head(hf.LlamaConfig(**SMALL)).double().eval()
-        made, handler = prepared(model, layout="head_tail")
-        with InDouble():
-            want, got = model(input_ids=ids)[0], made(**prepare_batch(handler, {"input_ids": ids}))[0]
-        found.append(absolute_error(handler.combine(got, 1), want))
-    return found
+def per_token_head() -> float:
+    """A head that computes a result for each token of a share."""
+    ids = batch_of()["input_ids"]
+    torch.manual_seed(7)
+    model = hf.LlamaForTokenClassification(hf.LlamaConfig(**SMALL)).double().eval()
+    made, handler = prepared(model, layout="head_tail")
+    with InDouble():
+        want, got = model(input_ids=ids)[0], made(**prepare_batch(handler, {"input_ids": ids}))[0]
+    return absolute_error(handler.combine(got, 1), want)
 
 
-def test_heads_that_treat_tokens_one_by_one(ranks: Any) -> None:
-    for found in ranks(2, per_token_heads):
-        assert max(found) <= 1e-10
+def test_a_head_that_treats_tokens_one_by_one(ranks: Any) -> None:
+    assert max(ranks(2, per_token_head)) <= 1e-10
 
 
 def biased(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
@@ -377,8 +374,8 @@ def wrong_use(case: str) -> None:
     elif case == "token classification":
         prepared(hf.LlamaForTokenClassification(config))[0](**local, labels=labels % 2)
     elif case == "question answering":
-        ends = torch.tensor([1, 2])
-        prepared(hf.LlamaForQuestionAnswering(config))[0](**local, start_positions=ends, end_positions=ends)
+        model, handler = prepared(hf.LlamaForQuestionAnswering(config))
+        model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
     elif case == "own positions of layers":
@@ -427,6 +424,12 @@ def wrong_use(case: str) -> None:
         model, _ = prepared(tiny_causal("gpt_neox_japanese"))
         model.get_decoder().layers[0].attention._attn = biased
         model(**local)
+    elif case == "quantised":
+        model = tiny_causal("ibert", MASKED)
+        for module in model.modules():
+            module.quant_mode = True
+        model, handler = prepared(model)
+        model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "router loss":
         prepared(tiny_causal("beam"))[0](**local, output_router_logits=True)
     elif case == "two windows":
@@ -460,7 +463,7 @@ def wrong_use(case: str) -> None:
 REFUSED = [
     ("pooled batch", "ValueError", "LlamaModel got a batch of prepare_batch, but the head.*Pass the whole batch"),
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
-    ("question answering", "NotImplementedError", "start_positions.*softmax over the positions of this rank"),
+    ("question answering", "ValueError", "but the head of its model reads the whole sequence.*Pass the whole batch"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("own positions of layers", "NotImplementedError", "Llama4TextModel has Counts, which counts positions by itself"),
     ("labels of Llama 4", "ValueError", "Llama4ForCausalLM got labels without shift_labels"),
@@ -482,6 +485,7 @@ REFUSED = [
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("dropped layers", "NotImplementedError", r"BartDecoder skips layers at random in training \(layerdrop=0.5\)"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
+    ("quantised", "NotImplementedError", r"IBertSelfAttention writes attention out, with a step \("),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
     ("router loss", "NotImplementedError", "BeamForCausalLM has output_router_logits=True.*not the usual"),
     ("two windows", "NotImplementedError", "sliding_window=7, but its mask has the window 5"),

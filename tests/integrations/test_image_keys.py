@@ -165,9 +165,9 @@ def test_images_of_blip_and_idefics_that_do_not_fit_are_refused(ranks: Any) -> N
     ranks(2, unfit)
 
 
-def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False, inside: str = "") -> float:
+def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False, inside: str = "", seen: Any = ...) -> float:
     """The largest error of logits, loss and gradients of an encoder-decoder, each of which takes the whole batch.
-    ``inside``: the part to prepare."""
+    ``inside``: the part to prepare. ``seen``: the positions whose logits are compared."""
     alone, found = copy.deepcopy(model), []
     with InDouble():
         want = alone(**batch, use_cache=False)
@@ -180,7 +180,8 @@ def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False, inside
             output = made(**batch)
             output.loss.backward()
         whole = handler.combine(output.logits.detach(), 1, length=batch["labels"].shape[1])
-        found += [relative_error(whole, want.logits.detach()), relative_error(output.loss.detach(), want.loss.detach())]
+        found.append(relative_error(whole[seen], want.logits.detach()[seen]))
+        found.append(relative_error(output.loss.detach(), want.loss.detach()))
         found += worst(made, alone).values()
         summed = whole_gradients(made) if fsdp else sum_over_ranks(*gradients(made))
         largest = max(x.abs().max().item() for x in gradients(alone))  # also where that of one device is zero

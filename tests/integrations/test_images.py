@@ -21,6 +21,7 @@ from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.schedule.readers import read_rows, runs_of_equal_cost
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_audio import audio_batch, owner, with_audio
+from tests.harness.hf_causal import MASKED, tiny_causal
 from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, item_of, labels_of, rows_of, tiny, video_batch
 from tests.harness.hf_models import InDouble, LowestFirst, generate, gradients, prepare_batch, prepare_model
 from tests.harness.oracle import relative_error
@@ -335,6 +336,31 @@ def test_a_packed_row_is_exact(ranks: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gemma3", "glm4v", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_a_packed_row_is_exact_under_fsdp2(ranks: Any, kind: str) -> None:
     assert max(ranks(2, packed, kind, True)) <= 1e-9
+
+
+@on_ranks
+def patches_under_fsdp2() -> float:
+    """The error of NeoMME with tokens alone, whose patches have no encoder and no configuration of their own."""
+    model, ids = tiny_causal("neomme", MASKED), torch.arange(48).reshape(2, 24)
+    ids[ids == model.config.image_token_id] = 50
+    made, handler = prepared(model, **RING)
+    fully_shard(made, mesh=handler.mesh)
+    with InDouble():
+        want = model(input_ids=ids).logits
+        want.square().sum().backward()
+        out = made(**prepare_batch(handler, {"input_ids": ids})).logits
+        out.square().sum().backward()
+    whole = handler.combine(out.detach(), 1)
+    pairs = zip(made.parameters(), model.parameters(), strict=True)
+    found = [
+        (2 * a.grad.full_tensor() - (0 if b.grad is None else b.grad)).abs().max() for a, b in pairs
+    ]  # a mean of 2
+    assert max(p.grad.abs().max() for p in model.parameters() if p.grad is not None) > 1
+    return max(relative_error(whole, want.detach()), *map(float, found))
+
+
+def test_patches_without_an_encoder_under_fsdp2(ranks: Any) -> None:
+    assert max(ranks(2, patches_under_fsdp2)) <= 1e-9
 
 
 @on_ranks

@@ -15,7 +15,7 @@ from hyper_cp import ContextParallel
 from tests.harness.hf_causal import CLASSES, SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import InDouble, gradients, prepare_model, tokens
 from tests.harness.oracle import absolute_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
@@ -26,9 +26,9 @@ def batch_of() -> dict[str, Tensor]:
     return {"input_ids": tokens(22) * mask, "attention_mask": mask, "labels": torch.tensor([0, 1])}
 
 
-def prepared(model: Any) -> Any:
+def prepared(model: Any, layout: str = "head_tail") -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return prepare_model(copy.deepcopy(model), mesh, style=ContextParallel(ulysses_degree=1, layout="head_tail"))
+    return prepare_model(copy.deepcopy(model), mesh, style=ContextParallel(ulysses_degree=1, layout=layout))
 
 
 def error(model: Any, made: Any, batch: dict[str, Tensor] | None = None, **options: Any) -> float:
@@ -42,7 +42,8 @@ def error(model: Any, made: Any, batch: dict[str, Tensor] | None = None, **optio
         made.zero_grad()
         loss.backward()
     total, *grads = sum_over_ranks(loss, *gradients(made))
-    pairs = [(total, want.loss), (logits, want.logits), *zip(grads, gradients(model), strict=True)]
+    wanted = want.start_logits if "start_logits" in want else want.logits
+    pairs = [(total, want.loss), (logits, wanted), *zip(grads, gradients(model), strict=True)]
     return max(absolute_error(a, b) for a, b in pairs)
 
 
@@ -115,3 +116,52 @@ def padding_is_pooled() -> list[float]:
 def test_padding_that_a_head_takes_for_a_token(ranks: Any) -> None:
     for found in ranks(2, padding_is_pooled):
         assert len(found) == 2 and max(found) <= 1e-10, found
+
+
+@on_ranks
+def answers(kind: str, layouts: list[str]) -> list[float]:
+    """Errors of both logits, losses and gradients of question answering, with rows padded on either side, and whole."""
+    from transformers import AutoModelForQuestionAnswering
+
+    model, found = tiny_causal(kind, CLASSES), []
+    torch.manual_seed(7)
+    model = AutoModelForQuestionAnswering.from_config(model.config).double().eval()
+    ends, whole = torch.tensor([3, 8]), batch_of()
+    batch = {**whole, "start_positions": ends, "end_positions": ends + 5}
+    del batch["labels"]
+    left = {**batch, "attention_mask": whole["attention_mask"].flip(1)}
+    plain = {name: x for name, x in batch.items() if name != "attention_mask"}
+    for layout in layouts:
+        made = prepared(model, layout)
+        for given in (batch, left, plain):
+            with InDouble(), torch.no_grad():
+                ends_found, ends_wanted = made(**given).end_logits, model(**given).end_logits
+            found += [error(model, made, given), absolute_error(ends_found, ends_wanted)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_answers_to_questions(ranks: Any, kind: str) -> None:
+    layouts = ["contiguous", "head_tail"]
+    for found in ranks(3, answers, kind, layouts):
+        assert len(found) == 12 and max(found) <= 1e-10, found
+
+
+@on_ranks
+def eager_answers() -> tuple[list[float], str]:
+    """BLOOM, whose padding on the left sees no token: errors of rows padded at their end, and the refusal of others."""
+    from transformers import BloomForQuestionAnswering
+
+    model, ends, whole = tiny_causal("bloom", CLASSES), torch.tensor([3, 8]), batch_of()
+    model = BloomForQuestionAnswering(model.config).double().eval()
+    batch = {**whole, "start_positions": ends, "end_positions": ends + 5}
+    del batch["labels"]
+    left = {**batch, "attention_mask": whole["attention_mask"].flip(1)}
+    made = prepared(model)
+    return [error(model, made, batch)], error_of(lambda: made(**left))
+
+
+def test_eager_answers_over_padding_that_sees_no_token_are_refused(ranks: Any) -> None:
+    for found, refusal in ranks(2, eager_answers):
+        assert max(found) <= 1e-10, found
+        assert "padding that sees no token is read, by a softmax" in refusal and "at their end" in refusal

@@ -42,8 +42,11 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "mlp"
 """Types of layers that do not mix positions, or do so by attention only."""
 POOLED = re.compile(
     r"For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForReward|DoubleHeads"
+    r"|ForQuestionAnswering"
 )
-"""Names of heads that pool over the sequence."""
+"""Names of heads that pool over the sequence, or have a softmax over its positions."""
+OVER_POSITIONS = re.compile("ForQuestionAnswering")
+"""Names of the latter."""
 SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(")
 """Code that reads other positions than a token's own."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
@@ -288,6 +291,14 @@ def makes_mask(model: nn.Module) -> bool:
     return "attention_mask = torch.ones_like(input_ids)" in source_of(type(model).forward)
 
 
+def sees_behind(decoder: Any) -> bool:
+    """True for an encoder, whose tokens see those behind them: its padding sees the tokens of its row."""
+    source = source_of(type(decoder).forward)
+    if "create_causal_mask" in source and ("config.is_decoder" not in source or decoder.config.is_decoder):
+        return False
+    return "create_bidirectional_mask" in source
+
+
 def position_maker(decoder: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The function by which a decoder makes position ids of the ids of tokens, as RoBERTa does, or None."""
     name = "create_position_ids_from_input_ids"
@@ -319,11 +330,6 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
     name = type(model).__name__
     labels, shifted, kind = kwargs.get("labels"), kwargs.get("shift_labels"), getattr(model, "loss_type", None)
-    if kwargs.get("start_positions") is not None or kwargs.get("end_positions") is not None:
-        raise NotImplementedError(
-            f"{name} got start_positions or end_positions: its loss is a softmax over the positions of this rank. "
-            "Leave them out, gather start_logits and end_logits with handler.combine(logits, 1), and compute it there"
-        )
     if labels is not None and kind not in LOSS_OF_TOKENS:
         raise NotImplementedError(
             f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "

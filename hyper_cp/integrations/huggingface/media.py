@@ -350,7 +350,8 @@ def _entries(owner: nn.Module, kind: str) -> list[str]:
 
 def _blank_image(owner: Any) -> dict[str, Tensor]:
     """A small image without content, for a batch that has none."""
-    config, names = owner.config.vision_config, inspect.signature(getattr(type(owner), METHODS["image"])).parameters
+    config = getattr(owner.config, "vision_config", owner.config)  # NeoMME: it has no encoder of its own
+    names = inspect.signature(getattr(type(owner), METHODS["image"])).parameters
     needed = [name for name, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
     size, dtype = getattr(config, "patch_size", None), next(owner.parameters()).dtype
@@ -361,6 +362,8 @@ def _blank_image(owner: Any) -> dict[str, Tensor]:
             "pixel_values": torch.ones(side**2, width, dtype=dtype),
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }
+    if width := getattr(config, "patch_dim", 0):  # NeoMME: rows of patches
+        return {"pixel_values": torch.ones(1, width, dtype=dtype)}
     side = getattr(config, "image_size", None)
     if isinstance(side, int) and set(needed) <= {"image_sizes"}:
         if points := getattr(owner.config, "image_grid_pinpoints", None):  # the fewest tiles, and the whole image

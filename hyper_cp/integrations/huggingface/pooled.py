@@ -1,4 +1,4 @@
-"""Models whose heads pool over the sequence: sequence classification, rewards and others.
+"""Models whose heads pool over the sequence: sequence classification, rewards, answers to questions and others.
 
 Such a model takes the whole batch. Its decoder or encoder splits it, runs on this rank's share, and returns the hidden
 states of the whole sequence, which the head pools as on one device.
@@ -34,10 +34,16 @@ class PooledHook:
 
     Args:
         split: makes this rank's share of a whole batch.
+        reads_padding: the head takes a softmax over all positions, those of padding, too.
     """
 
-    def __init__(self, binding: Binding, split: Callable[[ContextParallelHandler, Any], dict[str, Any]]) -> None:
-        self.binding, self.split = binding, split
+    def __init__(
+        self,
+        binding: Binding,
+        split: Callable[[ContextParallelHandler, Any], dict[str, Any]],
+        reads_padding: bool = False,
+    ) -> None:
+        self.binding, self.split, self.reads_padding = binding, split, reads_padding
         self.batch: Any = None
         """The handler, the length and the documents of the forward that runs."""
 
@@ -54,7 +60,7 @@ class PooledHook:
         self.batch, active = None, self.binding.active
         if kwargs.get("context_parallel") is not None:
             raise ValueError(
-                f"{self.binding.name} got a batch of prepare_batch, but the head of its model pools over the whole "
+                f"{self.binding.name} got a batch of prepare_batch, but the head of its model reads the whole "
                 "sequence. Pass the whole batch to the model: it splits it by itself"
             )
         if not active.parallel:
@@ -62,7 +68,8 @@ class PooledHook:
         kwargs = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
         whole = {name: kwargs.pop(name) for name, x in [*kwargs.items()] if isinstance(x, Tensor)}
         handler = ContextParallelHandler(active.mesh, style_of(self.binding))
-        if (mask := whole.get("attention_mask")) is not None and mask.ndim == 2 and _may_pool_padding(decoder, whole):
+        mask = whole.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and (self.reads_padding or _may_pool_padding(decoder, whole)):
             whole["shift_labels"] = torch.zeros_like(mask)
         local = self.split(handler, whole)
         local.pop("shift_labels", None)

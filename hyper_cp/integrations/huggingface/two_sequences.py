@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros_like
 from transformers import PreTrainedModel
 
 from ...data.packing import take_documents
@@ -42,6 +42,12 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 _SHIFT = ["pad_token_id", "decoder_start_token_id"]
+
+
+def mask_maker(stack: Any) -> Callable[[Tensor], Tensor] | None:
+    """The function by which a stack makes a mask of ids when it gets none (T5Gemma), or None."""
+    make = getattr(sys.modules[type(stack).__module__], "make_default_2d_attention_mask", None)
+    return None if make is None else lambda ids: make(ids, ids, stack.config.pad_token_id)
 
 
 def takes_media(encoder: nn.Module) -> bool:
@@ -80,6 +86,8 @@ class SourceTargetHook:
         self.binding, self.split = binding, split
         self.shift: Callable[[Tensor], Tensor] = lambda labels: labels
         """The function by which the model makes the input of its decoder of labels."""
+        self.masks: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        """The functions by which the stacks make masks of ids."""
         self.labels: Tensor | None = None
         """Those of the whole target; then those of this rank."""
         self.source: Tensor | None = None
@@ -87,7 +95,8 @@ class SourceTargetHook:
 
     def attach(self, model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of the stacks before all others."""
-        self.shift = shifted_by(model) or self.shift  # now: FSDP2 changes the class of the model
+        self.shift = shifted_by(model) or self.shift  # now: FSDP2 changes the classes of models
+        self.masks = {stack: make for stack in (encoder, decoder) if (make := mask_maker(stack)) is not None}
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         encoder.register_forward_pre_hook(self.split_source, with_kwargs=True, prepend=True)
         decoder.register_forward_pre_hook(self.split_target, with_kwargs=True, prepend=True)
@@ -120,26 +129,35 @@ class SourceTargetHook:
             kwargs["decoder_input_ids"] = self.shift(self.labels)
         return args, kwargs
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Tensor | None) -> dict[str, Any]:
-        kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
+    def _split(self, kwargs: dict[str, Any], labels: Tensor | None) -> dict[str, Any]:
+        """This rank's share of a sequence. Where ``labels`` are not -100, outputs of padding are read, too."""
         whole = {name: kwargs.pop(name) for name in INPUTS if kwargs.get(name) is not None}
         whole |= {} if labels is None else {"shift_labels": labels}
         active = self.binding.active
         return {**kwargs, **self.split(ContextParallelHandler(active.mesh, style_of(self.binding)), whole)}
 
+    def _given(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The arguments of a stack by name, and True if their mask is the one that the stack makes itself."""
+        kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
+        makes = stack in self.masks and kwargs.get("attention_mask") is None and kwargs.get("input_ids") is not None
+        return {**kwargs, "attention_mask": self.masks[stack](kwargs["input_ids"])} if makes else kwargs, makes
+
     def split_source(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the source."""
         if not self.binding.active.parallel:
             return None
-        local = self._split(args, kwargs, None)
-        self.source = local["context_parallel"].visible
+        kwargs, made = self._given(encoder, args, kwargs)
+        # A mask that the encoder makes itself is not that of cross-attention, which reads the states of padding, too.
+        local = self._split(kwargs, zeros_like(kwargs["input_ids"]) if made else None)
+        local.pop("shift_labels", None)
+        self.source = None if made else local["context_parallel"].visible
         return (), local
 
     def split_target(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the target, with the states of the encoder as they are."""
         if not self.binding.active.parallel:
             return None
-        local = self._split(args, kwargs, self.labels)
+        local = self._split(self._given(decoder, args, kwargs)[0], self.labels)
         self.labels = local.pop("shift_labels", None)
         return (), {**local, "encoder_attention_mask": None}
 

@@ -9,6 +9,7 @@ computed on this rank's keys alone.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -212,7 +213,12 @@ class Scores:
         step = _STEPS.get(name)
         if step is None or (step is not _where and args[:1] != (self,)):
             self.refuse(name)
-        return step(self, *args[1:], **kwargs) if step is not _where else step(self, *args, **kwargs)
+        given = args if step is _where else args[1:]
+        try:
+            inspect.signature(step).bind(self, *given, **kwargs)
+        except TypeError:
+            self.refuse(f"{name} with other arguments")
+        return step(self, *given, **kwargs)
 
     def refuse(self, how: str) -> NoReturn:
         """Raise for what is not a step of attention."""

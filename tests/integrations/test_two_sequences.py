@@ -1,0 +1,61 @@
+"""Encoder-decoders whose stacks make masks of the ids of padding by themselves (T5Gemma)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
+from tests.harness.hf_models import tokens
+from tests.harness.ranks import error_of, on_ranks
+from tests.integrations.test_image_keys import errors_of_pair
+
+pytest.importorskip("transformers")
+
+
+def padded(length: int, left: int, right: int) -> torch.Tensor:
+    """Ids ``[2, S]`` with padding, at the left of one row and at the right of the other."""
+    ids = tokens(length).clamp(min=3)
+    ids[0, :left], ids[1, length - right :] = 0, 0
+    return ids
+
+
+@on_ranks
+def gemma(case: str) -> float:
+    """The largest error of logits, loss and gradients, in Ulysses and in a ring."""
+    model = tiny_causal("t5gemma", SEQ2SEQ)
+    source, target = padded(24, 3, 4), padded(19, 0, 0)
+    batch = {"input_ids": source, "labels": target}
+    if case == "labels":
+        batch["input_ids"] = padded(24, 0, 0)
+        target[0, 4:7], target[1, -4:] = -100, -100
+    elif case == "target":
+        batch["decoder_input_ids"] = padded(19, 0, 3)
+        batch["decoder_input_ids"][0, 5:8] = 0
+    elif case == "masks":
+        batch["attention_mask"] = (source != 0).long()
+        target[1, -4:] = -100
+    elif case == "embeddings":
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    return errors_of_pair(model, batch, seen=target != -100)
+
+
+@pytest.mark.parametrize("case", ["source", "labels", "target", "masks", "embeddings"])
+def test_masks_that_stacks_make_of_ids(ranks: Any, case: str) -> None:
+    assert max(ranks(2, gemma, case)) <= 1e-9
+
+
+@on_ranks
+def long_padding() -> str:
+    """The refusal of more padding in the source than a window is wide, whose states cross-attention reads."""
+    model = tiny_causal("t5gemma", SEQ2SEQ)
+    batch = {"input_ids": padded(24, 12, 12), "labels": padded(19, 0, 0)}
+    assert errors_of_pair(model, {**batch, "attention_mask": (batch["input_ids"] != 0).long()}) <= 1e-9
+    return error_of(lambda: errors_of_pair(model, batch))
+
+
+def test_padding_that_sees_no_token_through_a_window_is_refused(ranks: Any) -> None:
+    for refusal in ranks(2, long_padding):
+        assert "T5GemmaEncoder adds its mask" in refusal and "give an encoder-decoder an attention_mask" in refusal
