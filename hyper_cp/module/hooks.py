@@ -14,8 +14,9 @@ from .._torch import checkpoint, flex_patch
 from .._torch.modules import calls_running, numbered_alike
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
-from ..ops.checks import agree, check_shards, refuse_forward_mode
+from ..ops.checks import agree, check_shards
 from ..ops.config import Call
+from ..ops.differentiable import refuse_forward_mode
 from ..ops.exchange.ulysses import Ulysses
 from . import dtensor
 from .dispatch_mode import abandon, begin, calls, current_call, dispatching

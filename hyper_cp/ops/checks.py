@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from ..schedule import layout as layouts
 from ..schedule.blocks import BlockMap
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
+from .differentiable import refuse_forward_mode
 from .entries import Entries
 
 NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
@@ -83,19 +83,6 @@ def check(
     if call.entries is not None:
         own["entries"] = _entries(call.entries, q, call)
     return q, k, v, CheckedCall(**own, cp=cp, mode=mode, band=band, exchanged=exchanged, lengths=lengths)
-
-
-def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
-    """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
-    if torch.compiler.is_compiling():
-        return
-    for x in tensors:
-        if forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad). The ops of "
-                "this library have no forward-mode derivative, so the tangent would be zero. Use backward "
-                "(torch.autograd.grad), or one device"
-            )
 
 
 def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:

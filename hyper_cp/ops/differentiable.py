@@ -1,4 +1,4 @@
-"""Gradients of ops: one pair of functions for compiled graphs and for eager calls."""
+"""Gradients of ops: one pair of functions for compiled graphs and for eager calls; none of forward mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def differentiable(
@@ -50,7 +51,11 @@ def differentiable(
     function: Any = type(name, (torch.autograd.Function,), methods)
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return op(*arguments)
+        if not torch.is_grad_enabled():  # with gradients PyTorch refuses tangents by itself
+            for x in arguments:
+                refuse_forward_mode(name, *(y for y in (x if isinstance(x, list) else [x]) if isinstance(y, Tensor)))
             return op(*arguments)
         lists = tuple([len(x) if isinstance(x, list) and _of_tensors(x) else None for x in arguments])
         flat: list[Any] = []
@@ -60,6 +65,19 @@ def differentiable(
         return [*found] if returns_list else found
 
     return call
+
+
+def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
+    """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
+    if torch.compiler.is_compiling():
+        return
+    for x in tensors:
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{caller} runs under forward-mode differentiation (torch.func.jvp, jacfwd or forward_ad). The ops of "
+                "this library have no forward-mode derivative, so the tangent would be zero. Use backward "
+                "(torch.autograd.grad), or one device"
+            )
 
 
 Lists = Sequence[int | None]

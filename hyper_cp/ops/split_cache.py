@@ -30,8 +30,8 @@ from .checks import (
     check_head_weights,
     check_latents,
     check_local,
-    refuse_forward_mode,
 )
+from .differentiable import refuse_forward_mode
 
 SPARE = 128
 """Rows by which the memory of a cache exceeds what it holds when it grows."""

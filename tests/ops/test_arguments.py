@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor.parallel import parallelize_module
 
 import hyper_cp
-from hyper_cp import ContextParallel
+from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from tests.harness import modules
@@ -230,6 +230,14 @@ def forward_mode() -> list[str]:
         lambda: dual(lambda q: attention(x, x, q, mesh=mesh)),
         *(lambda module=module: dual(lambda q: module(q, x, x)) for module in styled),
     ]
+    handler, mask = ContextParallelHandler(mesh, ContextParallel(**RING1)), x.new_zeros([4 * mesh.size()] * 2)
+    without_gradients = [
+        lambda: dual(lambda t: attention(x, x, x, mesh=mesh, sinks=t[0, :, 0, 0])),
+        lambda: dual(lambda t: attention(x, x, x, mesh=mesh, attn_mask=mask + t[0, 0, 0, 0])),
+        lambda: dual(lambda t: handler.combine(t, 2)),
+        lambda: dual(lambda t: handler.roll_tensor(t, 2)),
+    ]
+    calls += [torch.no_grad()(call) for call in without_gradients]
     found = []
     for call in calls:
         with comm.record_traffic() as log:
@@ -243,8 +251,8 @@ def forward_mode() -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_forward_mode_is_refused(ranks: Any, world: int) -> None:
     for found in ranks(world, forward_mode):
-        ours = found if world > 1 else found[:3]  # on one rank modules make their own calls, and torch answers
-        assert len(ours) == (6 if world > 1 else 3)
+        ours = found if world > 1 else found[:3]  # on one rank torch computes by itself
+        assert len(ours) == (10 if world > 1 else 3)
         for text in ours:
             assert text.startswith("NotImplementedError:") and "runs under forward-mode differentiation" in text
             assert text.endswith("[]")

@@ -8,7 +8,8 @@ from torch import Tensor
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import documents as packed
 from ...schedule import layout as layouts
-from ..checks import check_dtype, check_local, refuse_forward_mode
+from ..checks import check_dtype, check_local
+from ..differentiable import refuse_forward_mode
 
 
 def check_tensor(name: str, argument: str, x: Tensor, ndim: int, form: str) -> None:
