@@ -51,7 +51,6 @@ from .huggingface.checks import (
     check_dispatched,
     check_dropped_layers,
     check_entries,
-    check_ignored,
     check_inputs,
     check_model,
     check_padding,
@@ -84,7 +83,7 @@ from .huggingface.modules import (
     prepare_tables,
     route,
 )
-from .huggingface.outputs import TupleOutput
+from .huggingface.outputs import TupleOutput, check_ignored
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
 from .huggingface.seams import CACHE, CACHES, cache_in

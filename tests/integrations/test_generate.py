@@ -361,9 +361,10 @@ def outcomes(kinds: list[str]) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.slow
 def test_every_causal_type_writes_as_one_device_does_or_is_refused(ranks: Any) -> None:
-    from tests.integrations.test_every_causal_model import types_of
+    """Some types; all with HYPER_CP_WRITE_README=1."""
+    from tests.integrations.test_every_causal_model import tried
 
-    for found in ranks(2, outcomes, types_of(), timeout=600):
+    for found in ranks(2, outcomes, kinds := tried(), timeout=600):
         assert not {kind: x for kind, x in found.items() if x[0] not in ("exact", "refused")}
         exact = sum(outcome == "exact" for outcome, _ in found.values())
-        assert exact >= 120 and len(found) >= 165, (exact, len(found))
+        assert exact >= 0.6 * len(kinds) and len(found) >= 0.8 * len(kinds), (exact, len(found), len(kinds))

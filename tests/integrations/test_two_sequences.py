@@ -37,12 +37,15 @@ def gemma(case: str) -> float:
     elif case == "masks":
         batch["attention_mask"] = (source != 0).long()
         target[1, -4:] = -100
+    elif case == "accumulation":
+        target[1, -4:] = -100
+        batch |= {"attention_mask": (source != 0).long(), "num_items_in_batch": torch.tensor(50)}
     elif case == "embeddings":
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     return errors_of_pair(model, batch, seen=target != -100)
 
 
-@pytest.mark.parametrize("case", ["source", "labels", "target", "masks", "embeddings"])
+@pytest.mark.parametrize("case", ["source", "labels", "target", "masks", "accumulation", "embeddings"])
 def test_masks_that_stacks_make_of_ids(ranks: Any, case: str) -> None:
     assert max(ranks(2, gemma, case)) <= 1e-9
 

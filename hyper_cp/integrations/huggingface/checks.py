@@ -316,16 +316,6 @@ def counts_mask(decoder: nn.Module) -> bool:
     return "cumsum(" in source_of(type(decoder).forward)
 
 
-def check_ignored(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for another mark of positions without a label than the one of ``prepare_batch``."""
-    given = kwargs.get("ignore_index", -100)
-    if kwargs.get("labels") is not None and given != -100:
-        raise ValueError(
-            f"{type(model).__name__} got labels and ignore_index={given}. prepare_batch marks positions without a "
-            "label with -100, and counts all others. Leave ignore_index out, and write -100 into labels"
-        )
-
-
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
     name = type(model).__name__

@@ -1,4 +1,4 @@
-"""Outputs with names inside of a prepared model, whose losses the ranks share, also where the caller wants a tuple."""
+"""Outputs of a prepared model, whose losses the ranks share: with names inside, also where a tuple is wanted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ def wants_tuple(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     given = kwargs.get("return_dict")
     config: Any = model.config
     return not (getattr(config, "return_dict", True) if given is None else given)
+
+
+def check_ignored(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for another mark of positions without a label than the one of ``prepare_batch``."""
+    given = kwargs.get("ignore_index", -100)
+    if kwargs.get("labels") is not None and given != -100:
+        raise ValueError(
+            f"{type(model).__name__} got labels and ignore_index={given}. prepare_batch marks positions without a "
+            "label with -100, and counts all others. Leave ignore_index out, and write -100 into labels"
+        )
 
 
 class TupleOutput:

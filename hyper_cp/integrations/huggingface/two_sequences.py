@@ -20,7 +20,8 @@ from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
 from .media import METHODS
-from .seams import CACHES
+from .outputs import check_ignored
+from .seams import CACHES, source_of
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -88,6 +89,10 @@ class SourceTargetHook:
         """The function by which the model makes the input of its decoder of labels."""
         self.masks: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         """The functions by which the stacks make masks of ids."""
+        self.divides = False
+        """The model's loss is a sum over ``num_items_in_batch``, if that is given."""
+        self.counts: tuple[Tensor, Any] | None = None
+        """The number of labels of this forward, and of the whole batch."""
         self.labels: Tensor | None = None
         """Those of the whole target; then those of this rank."""
         self.source: Tensor | None = None
@@ -97,6 +102,7 @@ class SourceTargetHook:
         """Register the hooks; those of the stacks before all others."""
         self.shift = shifted_by(model) or self.shift  # now: FSDP2 changes the classes of models
         self.masks = {stack: make for stack in (encoder, decoder) if (make := mask_maker(stack)) is not None}
+        self.divides = "self.loss_function(" in source_of(type(model).forward)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         encoder.register_forward_pre_hook(self.split_source, with_kwargs=True, prepend=True)
         decoder.register_forward_pre_hook(self.split_target, with_kwargs=True, prepend=True)
@@ -104,7 +110,7 @@ class SourceTargetHook:
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the labels, and make the whole input of the decoder of them."""
-        self.labels = self.source = None
+        self.labels = self.source = self.counts = None
         if not self.binding.active.parallel:
             return None
         name = type(model).__name__
@@ -124,7 +130,10 @@ class SourceTargetHook:
                 f"{name} got output_router_logits=True, for which no loss over two sequences is known. Leave it out"
             )
         kwargs = {**kwargs, "use_cache": False}
-        self.labels = kwargs.pop("labels", None)
+        self.labels, count = kwargs.pop("labels", None), kwargs.get("num_items_in_batch")
+        if self.labels is not None and self.divides:
+            check_ignored(model, {**kwargs, "labels": self.labels})
+            self.counts = None if count is None else ((self.labels != -100).sum(), count)
         if self.labels is not None and not any(kwargs.get(f"decoder_{x}") is not None for x in INPUTS[:2]):
             kwargs["decoder_input_ids"] = self.shift(self.labels)
         return args, kwargs
@@ -167,5 +176,8 @@ class SourceTargetHook:
         if labels is not None and active.parallel:
             handler = ContextParallelHandler(active.mesh, style_of(self.binding))
             loss = handler.mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
+            if self.counts is not None:
+                own, whole = (x.to(loss.device) if isinstance(x, Tensor) else x for x in self.counts)
+                loss = loss * own / whole
             return type(output)(loss=loss, **output)  # losses are the first entries of outputs
         return output
