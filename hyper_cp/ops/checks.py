@@ -367,6 +367,11 @@ def check_kinds(call: Call) -> None:
                 f"{call.name}: {name} is a tensor that requires a gradient. Attention takes it as a number, so the "
                 "gradient would be missing. Pass its value, x.item(); multiply the queries by a learned scale instead"
             )
+    if isinstance(call.scale, (int, float)) and call.scale <= 0:
+        raise ValueError(
+            f"{call.name}: scale={call.scale}. Fused kernels hide keys before they scale, so that hidden ones would be "
+            "NaN. Pass a positive scale, and multiply the queries by the sign, or by 0"
+        )
     if call.mask is not None and not isinstance(call.mask, Tensor):
         raise TypeError(
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "

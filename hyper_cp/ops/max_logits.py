@@ -30,7 +30,7 @@ def of_heads(rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None, co
         rows = rows.masked_fill(~tokens[:, at].unsqueeze(1).to(rows.device), -torch.inf)
     if counted is not None:
         rows = rows.masked_fill(~counted.bool().unsqueeze(1), -torch.inf)
-    return rows.amax((0, 2))
+    return rows.amax((0, 2)) if rows.numel() else rows.new_full(rows.shape[1:2], -torch.inf)
 
 
 def of_all_ranks(rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from tests.harness.hf_causal import MASKED, tiny_causal
 from tests.harness.hf_images import IMAGE, TOKENS, batch_of, images, item_of, labels_of, rows_of, tiny, video_batch
 from tests.harness.hf_models import InDouble, LowestFirst, generate, gradients, prepare_batch, prepare_model
 from tests.harness.oracle import relative_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
@@ -361,6 +361,35 @@ def patches_under_fsdp2() -> float:
 
 def test_patches_without_an_encoder_under_fsdp2(ranks: Any) -> None:
     assert max(ranks(2, patches_under_fsdp2)) <= 1e-9
+
+
+@on_ranks
+def without_a_second_encoder() -> tuple[str, float]:
+    """Gemma 3n under FSDP2 with images alone: the refusal, since its encoder of audio would have to run, and the error
+    of the loss without that."""
+    model = tiny("gemma3n")
+    batch = batch_of(model)
+    batch["labels"] = labels_of(batch)
+    with InDouble():
+        want = model(**batch, use_cache=False).loss
+    made, handler = prepared(model, **RING)
+    shard(made, handler.mesh)
+
+    def loss() -> Tensor:
+        with InDouble():
+            return made(**prepare_batch(handler, batch)).loss
+
+    refusal = error_of(loss)
+    made.config.audio_config = None
+    found = loss()
+    found.backward()
+    return refusal, relative_error(sum_over_ranks(found)[0], want.detach())
+
+
+def test_an_encoder_that_cannot_run_on_a_blank_clip_is_refused(ranks: Any) -> None:
+    for refusal, error in ranks(2, without_a_second_encoder):
+        assert refusal.startswith("NotImplementedError: Gemma3nModel got a batch without audio clips under FSDP2")
+        assert refusal.endswith("set config.audio_config = None") and error <= 1e-9, error
 
 
 @on_ranks

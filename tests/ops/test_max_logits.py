@@ -360,3 +360,14 @@ def differ() -> None:
 
 def test_ranks_that_differ_raise(ranks: Any) -> None:
     ranks.raises(2, ValueError, "max_logits", differ)
+
+
+@on_ranks
+def of_no_row() -> torch.Tensor:
+    x = torch.ones(0, 2, 4, 8)
+    return attention(x, x, x, mesh=cp_mesh(), is_causal=True, return_max_logits=True)[-1]
+
+
+def test_a_batch_without_rows(ranks: Any) -> None:
+    for found in ranks(2, of_no_row):
+        assert found.tolist() == [-torch.inf] * 2

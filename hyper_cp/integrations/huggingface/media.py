@@ -293,7 +293,7 @@ class MediaHook:
         """Raise ``NotImplementedError`` for a model or a batch whose images cannot be shared out."""
         for kind in METHODS:
             fields, names = self.fields[kind], [x for x in _entries(owner, kind) if x in media.entries]
-            if names and (not fields or set(fields) - {*FIELDS, *PASSED_ON} or {*fields} >= BOTH):
+            if names and _more_than_rows(fields):
                 found = ", ".join(fields) or "more than the rows"
                 _refuse(owner, names, f"but its forward reads {found} of what its encoder returns")
             if names and getattr(owner, "density_router", None) is not None:
@@ -335,6 +335,11 @@ class MediaHook:
 def _names(owner: nn.Module, method: str) -> list[str]:
     skipped = ("self", "args", "kwargs")
     return [name for name in inspect.signature(getattr(type(owner), method)).parameters if name not in skipped]
+
+
+def _more_than_rows(fields: list[str]) -> bool:
+    """True if a model reads other fields of what an encoder returns than rows, or none that is known."""
+    return not fields or bool({*fields} - {*FIELDS, *PASSED_ON}) or {*fields} >= BOTH
 
 
 def _rows_mask(owner: nn.Module, kind: str) -> list[str]:
@@ -455,6 +460,12 @@ class Exchange:
                         f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its "
                         "encoder must run in every step, and its BatchNorm would count what it runs on. Put one into "
                         "every batch, or call eval() on the BatchNorm modules"
+                    )
+                if _more_than_rows(self.fields[kind]):
+                    raise NotImplementedError(
+                        f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its "
+                        f"encoder must run in every step, but its forward reads {', '.join(self.fields[kind])} of its "
+                        f"output, which cannot be shared out. If no batch has any, set config.{kind}_config = None"
                     )
                 self.blank.add(kind)
                 self.add(kind, {kind: 0}, blank(self.owner))
