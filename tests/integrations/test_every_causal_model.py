@@ -47,7 +47,8 @@ INTRODUCTION = """The outcome of `prepare_model` for every type that `AutoModelF
 
 `tests/integrations/test_every_causal_model.py` builds a tiny random model of each type. It runs the model
 on two ranks in two modes, Ulysses with a plain batch and a ring (head-tail layout) with a padded one, and compares
-logits and the gradients of all parameters with those of one device, in double precision.
+logits and the gradients of all parameters with those of one device, in double precision. It tries all types when this
+page is written, and a quarter of them in every run of the tests.
 
 - "refused" means an error of this library before any wrong result; the reason is its first sentence.
 - The reason of an exact row names the types of its layers, unless they are all `full_attention`.

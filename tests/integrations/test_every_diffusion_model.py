@@ -29,7 +29,7 @@ TABLE = """{exact} of its {count} types of transformers are exact, and all other
 `tests/integrations/test_every_diffusion_model.py` builds a tiny random model of each exact type, with two different
 prompts, whose masks hide tokens where the type takes masks of prompts, and numbers of tokens that two ranks do not
 divide. It compares the output and the gradients of all parameters with one device, in double precision, in Ulysses and
-in a ring.
+in a ring. It tries all types when this table is written, and a third of them in every run of the tests.
 
 | type | outcome | why |
 |---|---|---|
@@ -90,9 +90,14 @@ def test_some_types_on_three_ranks(ranks: Any) -> None:
         assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("first", range(0, len(MADE), 9))
+WHOLE = bool(os.environ.get("HYPER_CP_WRITE_README"))
+TRIED = [*MADE] if WHOLE else [*MADE][::3]
+"""All types when the table is written, and otherwise a third of them."""
+
+
+@pytest.mark.parametrize("first", range(0, len(TRIED), 9))
 def test_every_type_is_exact(ranks: Any, first: int) -> None:
-    for found in ranks(2, verdicts, [(name, mode) for name in list(MADE)[first : first + 9] for mode in MODES]):
+    for found in ranks(2, verdicts, [(name, mode) for name in TRIED[first : first + 9] for mode in MODES]):
         assert max(found.values()) <= TOLERANCE, found
 
 
@@ -179,10 +184,12 @@ def variants() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
 
 @on_ranks
 def of_variants() -> dict[str, float]:
+    """The errors of all variants, in turns in one mode and in the other; in both when the table is written."""
     return {
         f"{what} {mode}": max(errors(name, mode, changes=changes, **inputs))
-        for what, (name, changes, inputs) in variants().items()
-        for mode in MODES
+        for i, (what, (name, changes, inputs)) in enumerate(variants().items())
+        for j, mode in enumerate(MODES)
+        if WHOLE or i % 2 == j
     }
 
 
