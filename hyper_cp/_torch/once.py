@@ -22,14 +22,18 @@ def once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @wraps(backward)
         def refusing(ctx: Any, *grads: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                raise NotImplementedError(
-                    f"{what}: backward with create_graph=True is not supported. Its gradients would be constants, so "
-                    "that a loss of them would have none. Leave it out of what is differentiated twice, or call "
-                    "backward without create_graph"
-                )
+            refuse_a_second_time(what)
             return plain(ctx, *grads)
 
         return refusing
 
     return decorate
+
+
+def refuse_a_second_time(what: str) -> None:
+    """Raise ``NotImplementedError`` in a backward that is differentiated itself."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{what}: backward with create_graph=True is not supported. A loss of its gradients would have none, or "
+            "this rank's part alone. Leave it out of what is differentiated twice, or leave out create_graph"
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.once import refuse_a_second_time
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_ranks
 from ..mesh.failures import operation
@@ -21,17 +22,21 @@ from ..schedule.readers import ReadRows
 
 class _ValueAndGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, differentiable: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, differentiable: Tensor, of_ranks: str) -> Tensor:
+        ctx.of_ranks = of_ranks
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        if ctx.of_ranks:
+            refuse_a_second_time(ctx.of_ranks)
+        return None, grad, None
 
 
-def with_gradient_of(value: Tensor, differentiable: Tensor) -> Tensor:
-    """Return one tensor's value with another's gradient."""
-    found: Tensor = _ValueAndGradient.apply(value.detach(), differentiable)
+def with_gradient_of(value: Tensor, differentiable: Tensor, of_ranks: str = "") -> Tensor:
+    """Return one tensor's value with another's gradient. ``of_ranks``: what makes the value of those of all ranks; it
+    cannot be differentiated twice."""
+    found: Tensor = _ValueAndGradient.apply(value.detach(), differentiable, of_ranks)
     return found
 
 

@@ -64,7 +64,7 @@ def mean_loss(
     mean, share = sums[0] / tokens, total.to(exact)
     if count.requires_grad:  # weights that are learned change the number of tokens, too
         share = share - mean * count.to(exact)
-    return with_gradient_of(mean, share * (factor / tokens))
+    return with_gradient_of(mean, share * (factor / tokens), "mean_loss")
 
 
 def _replicated(losses: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def pool(
     with calling("pool"):
         whole = by_rank(shares.mesh, torch.cat([sums.detach(), tokens], 2)).sum(0)
     divisor = whole[..., -1:].clamp(min=1) if reduce == "mean" else 1
-    found = with_gradient_of(whole[..., :-1] / divisor, sums * (factor / divisor))
+    found = with_gradient_of(whole[..., :-1] / divisor, sums * (factor / divisor), "pool")
     return found.view(len(x), count, *x.shape[2:])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_cp import tiled
+from hyper_cp import ContextParallel, ContextParallelHandler, tiled
 from hyper_cp.data.head import Logits, log_probs
 from hyper_cp.ops import Entries, attention, latent_attention
 from tests.harness.attention_case import cp_mesh
@@ -67,3 +67,22 @@ def test_a_penalty_on_gradients_is_not_left_out(kind: str) -> None:
     out = log_probs(x, labels, head, Logits()) if kind == "head" else tiled(head, 2)(x)
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@on_ranks
+def errors_of_values_of_all_ranks() -> list[str]:
+    handler, x, weights = ContextParallelHandler(cp_mesh(), ContextParallel()), leaf(2, 6), leaf(2, 6)
+    outs = [
+        handler.pool(x[..., None].square(), "mean", gradients="sum").square(),
+        handler.mean_loss(x, gradients="sum", elsewhere=True).exp(),
+        handler.mean_loss(x, mask=weights.exp(), gradients="sum", elsewhere=True),
+    ]
+    return [error_of(partial(torch.autograd.grad, out.sum(), x, create_graph=True)) for out in outs]
+
+
+def test_a_penalty_on_gradients_of_values_of_all_ranks_is_refused(ranks: Any) -> None:
+    """It would lack what comes through other ranks."""
+    for found in ranks(2, errors_of_values_of_all_ranks):
+        assert len(found) == 3
+        for error in found:
+            assert error.startswith("NotImplementedError: ") and "create_graph=True is not supported" in error, error

@@ -376,6 +376,9 @@ def wrong_use(case: str) -> None:
     elif case == "question answering":
         model, handler = prepared(hf.LlamaForQuestionAnswering(config))
         model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+    elif case == "binary loss":
+        model, handler = prepared(hf.ElectraForPreTraining(hf.ElectraConfig(**SMALL, embedding_size=16)))
+        model(**prepare_batch(handler, {"input_ids": tokens(24), "labels": tokens(24) % 2}))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
     elif case == "own positions of layers":
@@ -464,6 +467,7 @@ REFUSED = [
     ("pooled batch", "ValueError", "LlamaModel got a batch of prepare_batch, but the head.*Pass the whole batch"),
     ("token classification", "NotImplementedError", r"\(ForTokenClassification\) is a mean over this rank's share"),
     ("question answering", "ValueError", "but the head of its model reads the whole sequence.*Pass the whole batch"),
+    ("binary loss", "NotImplementedError", "ElectraForPreTraining got labels, but its forward computes the loss"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
     ("own positions of layers", "NotImplementedError", "Llama4TextModel has Counts, which counts positions by itself"),
     ("labels of Llama 4", "ValueError", "Llama4ForCausalLM got labels without shift_labels"),

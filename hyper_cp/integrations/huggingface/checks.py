@@ -47,8 +47,13 @@ POOLED = re.compile(
 """Names of heads that pool over the sequence, or have a softmax over its positions."""
 OVER_POSITIONS = re.compile("ForQuestionAnswering")
 """Names of the latter."""
-SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(")
+SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(|reduce_min\(")
 """Code that reads other positions than a token's own."""
+OWN_LOSS = re.compile(
+    r"\bcross_entropy\(|\bloss = .*binary_cross_entropy|\b(nll|mse|l1|huber)_loss\(|\bkl_div\("
+    r"|\b(CrossEntropy|BCE|BCEWithLogits|MSE|L1|NLL|KLDiv|Huber)Loss\b"
+)
+"""Code of a loss in a model's forward, in place of transformers' loss functions."""
 LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
 """Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MISSING = {"Llama4ForConditionalGeneration": ("MoeCausalLMOutputWithPast", "image_outputs")}
@@ -266,7 +271,7 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     decoder = decoder_of(model)
     outside = [m for m in around(model, decoder) if m is not decoder] or [model]
     source = "".join(source_of(type(module).forward) for module in outside)  # a head may be inside (BLIP)
-    if "cross_entropy(" in source or "CrossEntropyLoss" in source:
+    if OWN_LOSS.search(source):
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     return None
 
