@@ -158,8 +158,9 @@ def prepare_model(
         hook.two = SourceTargetHook(hook.binding, prepare_batch)
         hook.two.attach(model, *stacks)
     elif POOLED.search(type(model).__name__):
-        hook.reads_padding = bool(OVER_POSITIONS.search(type(model).__name__))
-        PooledHook(hook.binding, prepare_batch, hook.reads_padding).attach(model, decoder)
+        hook.reads_padding = True
+        over_positions = OVER_POSITIONS.search(type(model).__name__) is not None
+        PooledHook(hook.binding, prepare_batch, over_positions).attach(model, decoder)
     elif model is not decoder:
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
@@ -425,7 +426,7 @@ class DecoderHook:
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.reads_padding = False
-        """The states of padding are read, too: by a softmax over all positions, or by cross-attention."""
+        """The states of padding may be read, too: by a head that pools, or by cross-attention."""
         self.long_rotary = prepare_rotary(decoder) > 0
         self.position_maker, self.counts_mask = position_maker(decoder), counts_mask(decoder)
         self.mixers = mixers_of(decoder)
@@ -566,7 +567,7 @@ class DecoderHook:
         zeros = "On one device the mean of all values is there, under context parallelism zeros, as 'sdpa' has"
         if self.reads_padding:
             raise NotImplementedError(
-                f"{adds}padding that sees no token is read, by a softmax over all positions or by cross-attention. "
+                f"{adds}padding that sees no token is read, by a head or by cross-attention. "
                 f"{zeros}. Pad rows at their end; give an encoder-decoder an attention_mask of its source"
             )
         warnings.warn(

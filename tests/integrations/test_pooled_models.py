@@ -119,6 +119,27 @@ def test_padding_that_a_head_takes_for_a_token(ranks: Any) -> None:
 
 
 @on_ranks
+def padding_is_first(kind: str) -> tuple[float, str]:
+    """The error of a decoder whose pooler takes the first token, which is padding; and what it raises."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(7)
+    config = copy.deepcopy(tiny_causal(kind, CLASSES).config)
+    config.is_decoder = True
+    model = AutoModelForSequenceClassification.from_config(config).double().eval()
+    batch, found = {**batch_of(), "attention_mask": batch_of()["attention_mask"].flip(1)}, [0.0]
+    refusal = error_of(lambda: found.append(error(model, prepared(model), batch)))
+    return found[-1], refusal
+
+
+def test_padding_that_a_pooler_takes_for_the_first_token(ranks: Any) -> None:
+    for found, refusal in ranks(2, padding_is_first, "bert"):
+        assert found <= 1e-10 and not refusal, (found, refusal)
+    for _, refusal in ranks(2, padding_is_first, "megatron-bert"):  # eager attention alone
+        assert "padding that sees no token is read, by a head" in refusal
+
+
+@on_ranks
 def answers(kind: str, layouts: list[str]) -> list[float]:
     """Errors of both logits, losses and gradients of question answering, with rows padded on either side, and whole."""
     from transformers import AutoModelForQuestionAnswering
@@ -164,4 +185,4 @@ def eager_answers() -> tuple[list[float], str]:
 def test_eager_answers_over_padding_that_sees_no_token_are_refused(ranks: Any) -> None:
     for found, refusal in ranks(2, eager_answers):
         assert max(found) <= 1e-10, found
-        assert "padding that sees no token is read, by a softmax" in refusal and "at their end" in refusal
+        assert "padding that sees no token is read, by a head" in refusal and "at their end" in refusal

@@ -34,16 +34,16 @@ class PooledHook:
 
     Args:
         split: makes this rank's share of a whole batch.
-        reads_padding: the head takes a softmax over all positions, those of padding, too.
+        over_positions: the head takes a softmax over all positions, those of padding, too.
     """
 
     def __init__(
         self,
         binding: Binding,
         split: Callable[[ContextParallelHandler, Any], dict[str, Any]],
-        reads_padding: bool = False,
+        over_positions: bool = False,
     ) -> None:
-        self.binding, self.split, self.reads_padding = binding, split, reads_padding
+        self.binding, self.split, self.over_positions = binding, split, over_positions
         self.batch: Any = None
         """The handler, the length and the documents of the forward that runs."""
 
@@ -69,7 +69,7 @@ class PooledHook:
         whole = {name: kwargs.pop(name) for name, x in [*kwargs.items()] if isinstance(x, Tensor)}
         handler = ContextParallelHandler(active.mesh, style_of(self.binding))
         mask = whole.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and (self.reads_padding or _may_pool_padding(decoder, whole)):
+        if mask is not None and mask.ndim == 2 and (self.over_positions or _may_pool_padding(decoder, whole)):
             whole["shift_labels"] = torch.zeros_like(mask)
         local = self.split(handler, whole)
         local.pop("shift_labels", None)
@@ -101,7 +101,10 @@ class PooledHook:
 
 
 def _may_pool_padding(decoder: Any, whole: dict[str, Tensor]) -> bool:
-    """True if the head of a decoder may take padding for the last token, which it finds by the id of padding."""
+    """True if the head of a decoder may take padding for the last token, which it finds by the id of padding, or if its
+    pooler takes the first token and that is padding."""
+    if poolers_of(decoder) and bool((whole["attention_mask"][:, 0] == 0).any()):
+        return True
     ids, padding = whole.get("input_ids"), decoder.config.pad_token_id
     return ids is None or padding is None or bool((ids[whole["attention_mask"] == 0] != padding).any())
 
