@@ -147,7 +147,13 @@ class BatchState:
 
     @property
     def documents(self) -> Tensor | None:
-        """The documents of the innermost block of this thread, for what prepares or gathers data."""
+        """The documents of the innermost block of this thread, for what prepares or gathers data; in a recompute by
+        activation checkpointing those of its forward."""
+        found: Tensor | None
+        (found,) = checkpoint.batch_state(self, lambda: (self._documents_now(),))
+        return found
+
+    def _documents_now(self) -> Tensor | None:
         blocks = self._this_thread.blocks
         if torch.compiler.is_compiling():
             return blocks.documents
@@ -216,7 +222,7 @@ class BatchState:
             RuntimeError: if this thread is in no block, but another one is. (A forward in a worker thread would ignore
                 the documents of its batch; one beside a thread that prepares the next batch may lack its own block.)
         """
-        found = self.documents
+        found = self._documents_now()
         blocks = self._this_thread.blocks
         if torch.compiler.is_compiling() or blocks.entered or not self._threads or self._blocks_of_backward():
             return found

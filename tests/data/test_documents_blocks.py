@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.schedule.documents import read
 from tests.harness import modules
+from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error
-from tests.harness.ranks import error_of, on_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 from tests.harness.styled import Flash
 
 LENGTH, A, B = 16, [0, 7, 16], [0, 4, 5, 16]
@@ -285,3 +287,48 @@ def test_copies_of_a_batch_keep_its_documents_or_are_refused(ranks: Any) -> None
     for whole, errors in ranks(2, copies_of_a_batch):
         assert whole == [True] * 3
         assert all(error.startswith("TypeError") and "carries no documents" in error for error in errors), errors
+
+
+# --------------------------------------------------------------------------- functions of a handler in a checkpoint
+
+
+@on_ranks
+def recomputed(layout: str) -> dict[str, float]:
+    """Errors of gradients of functions of a handler in a checkpoint, with backward in no block or in the next one."""
+    style = ContextParallel(ulysses_degree=1, kv_exchange="needed", layout=layout)
+    handler, found, length = ContextParallelHandler(cp_mesh(), style), {}, 16
+    table, whole = torch.randn(64, 4, dtype=torch.float64), torch.randn(1, length, 4, dtype=torch.float64)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "roll": lambda x: handler.roll_tensor(x, 1, 1)[0],
+        "rotary": lambda x: handler.apply_rotary_pos_emb(x.unsqueeze(2), table).squeeze(2),
+        "positions": lambda x: x * handler.position_ids(length, restart=True)[None, :, None],
+        "combine": lambda x: x * handler.dispatch(handler.combine(x, 1, gradients="shares").cumsum(1), 1),
+    }
+
+    def gradient(function: Callable[[Tensor], Tensor], use_reentrant: bool | None, block: Any) -> Tensor:
+        weight = torch.eye(4, dtype=torch.float64).requires_grad_()
+
+        def run(x: Tensor) -> Tensor:
+            return function(torch.tanh(x @ weight)) @ weight
+
+        with handler.documents([0, 3, 6, length]):
+            x = handler.dispatch(whole, 1).requires_grad_()
+            loss = (run(x) if use_reentrant is None else checkpoint(run, x, use_reentrant=use_reentrant)).square().sum()
+            if use_reentrant is None:
+                loss.backward()
+        if use_reentrant is not None:
+            with handler.documents([0, 8, length]) if block == "next" else nullcontext():
+                loss.backward()
+        return sum_over_ranks(weight.grad)[0]
+
+    for name, function in functions.items():
+        want = gradient(function, None, "in")
+        for reentrant, block in itertools.product((False, True), ("none", "next")):
+            found[f"{name} {reentrant} {block}"] = relative_error(gradient(function, reentrant, block), want)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "balanced"])
+def test_functions_of_a_handler_are_recomputed_with_the_documents_of_their_forward(ranks: Any, layout: str) -> None:
+    for found in ranks(2, recomputed, layout):
+        assert len(found) == 16 and max(found.values()) <= 1e-12, found
