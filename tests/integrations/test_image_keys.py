@@ -170,7 +170,7 @@ def errors_of_pair(model: Any, batch: dict[str, Any], fsdp: bool = False, inside
     ``inside``: the part to prepare. ``seen``: the positions whose logits are compared."""
     alone, found = copy.deepcopy(model), []
     with InDouble():
-        want = alone(**batch, use_cache=False)
+        want = alone(**{"use_cache": False} | batch)
         want.loss.backward()
     for mode in (RING, ULYSSES):
         made, handler = prepared(model, inside, **mode)

@@ -25,8 +25,8 @@ def padded(length: int, left: int, right: int) -> torch.Tensor:
 @on_ranks
 def gemma(case: str) -> float:
     """The largest error of logits, loss and gradients, in Ulysses and in a ring."""
-    model = tiny_causal("t5gemma", SEQ2SEQ)
-    source, target = padded(24, 3, 4), padded(19, 0, 0)
+    model = tiny_causal("t5gemma", SEQ2SEQ).train(case != "cache")
+    source, target = padded(23 if case == "length" else 24, 3, 4), padded(19, 0, 0)
     batch = {"input_ids": source, "labels": target}
     if case == "labels":
         batch["input_ids"] = padded(24, 0, 0)
@@ -37,6 +37,8 @@ def gemma(case: str) -> float:
     elif case == "masks":
         batch["attention_mask"] = (source != 0).long()
         target[1, -4:] = -100
+    elif case == "cache":  # with one, the decoder does not hide padding
+        target[0, 4:7], batch["use_cache"] = -100, True
     elif case == "accumulation":
         target[1, -4:] = -100
         batch |= {"attention_mask": (source != 0).long(), "num_items_in_batch": torch.tensor(50)}
@@ -45,7 +47,9 @@ def gemma(case: str) -> float:
     return errors_of_pair(model, batch, seen=target != -100)
 
 
-@pytest.mark.parametrize("case", ["source", "labels", "target", "masks", "accumulation", "embeddings"])
+@pytest.mark.parametrize(
+    "case", ["source", "length", "labels", "cache", "target", "masks", "accumulation", "embeddings"]
+)
 def test_masks_that_stacks_make_of_ids(ranks: Any, case: str) -> None:
     assert max(ranks(2, gemma, case)) <= 1e-9
 

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn, zeros_like
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...data.packing import take_documents
@@ -27,7 +28,8 @@ CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attent
 """Names of modules whose keys are those of an encoder."""
 HEADS = re.compile(r"ForConditionalGeneration$|ForTextToText$|MTModel$")
 """Names of models with a head that predicts the tokens of the target."""
-INPUTS = ("input_ids", "inputs_embeds", "attention_mask")
+MASK = "attention_mask"
+INPUTS = ("input_ids", "inputs_embeds", MASK)
 
 
 def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
@@ -89,10 +91,14 @@ class SourceTargetHook:
         """The function by which the model makes the input of its decoder of labels."""
         self.masks: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         """The functions by which the stacks make masks of ids."""
+        self.by_default = False
+        """The decoder makes a cache in evaluation mode, unless it is asked for none."""
         self.divides = False
         """The model's loss is a sum over ``num_items_in_batch``, if that is given."""
         self.counts: tuple[Tensor, Any] | None = None
         """The number of labels of this forward, and of the whole batch."""
+        self.caches = False
+        """One device would have a cache of keys in this forward, with which a decoder makes no mask."""
         self.labels: Tensor | None = None
         """Those of the whole target; then those of this rank."""
         self.source: Tensor | None = None
@@ -102,6 +108,7 @@ class SourceTargetHook:
         """Register the hooks; those of the stacks before all others."""
         self.shift = shifted_by(model) or self.shift  # now: FSDP2 changes the classes of models
         self.masks = {stack: make for stack in (encoder, decoder) if (make := mask_maker(stack)) is not None}
+        self.by_default = bool(getattr(decoder.config, "use_cache", False))
         self.divides = "self.loss_function(" in source_of(type(model).forward)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         encoder.register_forward_pre_hook(self.split_source, with_kwargs=True, prepend=True)
@@ -129,6 +136,8 @@ class SourceTargetHook:
             raise NotImplementedError(
                 f"{name} got output_router_logits=True, for which no loss over two sequences is known. Leave it out"
             )
+        given = kwargs.get("use_cache")
+        self.caches = not model.training and (self.by_default if given is None else bool(given))
         kwargs = {**kwargs, "use_cache": False}
         self.labels, count = kwargs.pop("labels", None), kwargs.get("num_items_in_batch")
         if self.labels is not None and self.divides:
@@ -145,30 +154,39 @@ class SourceTargetHook:
         active = self.binding.active
         return {**kwargs, **self.split(ContextParallelHandler(active.mesh, style_of(self.binding)), whole)}
 
-    def _given(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The arguments of a stack by name, and True if their mask is the one that the stack makes itself."""
-        kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
-        makes = stack in self.masks and kwargs.get("attention_mask") is None and kwargs.get("input_ids") is not None
-        return {**kwargs, "attention_mask": self.masks[stack](kwargs["input_ids"])} if makes else kwargs, makes
-
     def split_source(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the source."""
         if not self.binding.active.parallel:
             return None
-        kwargs, made = self._given(encoder, args, kwargs)
+        kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
+        made = self._mask_of_ids(encoder, kwargs)
         # A mask that the encoder makes itself is not that of cross-attention, which reads the states of padding, too.
-        local = self._split(kwargs, zeros_like(kwargs["input_ids"]) if made else None)
+        local = self._split(kwargs | made, torch.zeros_like(kwargs["input_ids"]) if made else None)
         local.pop("shift_labels", None)
-        self.source = None if made else local["context_parallel"].visible
+        self.source = local["context_parallel"].visible
+        if made:
+            handler, length = (
+                ContextParallelHandler(self.binding.active.mesh, style_of(self.binding)),
+                made[MASK].shape[1],
+            )
+            self.source = made[MASK].new_ones(1, 1, 1, handler.padded_length(length), dtype=torch.bool)
+            self.source[..., length:] = False
         return (), local
 
     def split_target(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the target, with the states of the encoder as they are."""
         if not self.binding.active.parallel:
             return None
-        local = self._split(self._given(decoder, args, kwargs)[0], self.labels)
+        kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
+        made = {} if self.caches else self._mask_of_ids(decoder, kwargs)
+        local = self._split(kwargs | made, self.labels)
         self.labels = local.pop("shift_labels", None)
         return (), {**local, "encoder_attention_mask": None}
+
+    def _mask_of_ids(self, stack: nn.Module, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """The mask that a stack makes of ids itself, by its name; empty if it makes none, or has got one."""
+        make, ids = self.masks.get(stack), kwargs.get("input_ids")
+        return {} if make is None or ids is None or kwargs.get(MASK) is not None else {MASK: make(ids)}
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Add the mean loss of the target, whose gradients are this rank's share."""
