@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ._torch import checkpoint
 from .data import loss, rotary
 from .data.batch import LocalBatch, read_batch
 from .data.collectives import by_rank
@@ -26,7 +27,7 @@ from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
 from .mesh.batch_state import Counted, Split
 from .mesh.cp_mesh import CPMesh
-from .module.mesh_binding import bindings, swapped
+from .module.mesh_binding import StyledMesh, bindings, swapped
 from .ops import max_logits
 from .schedule import layout as layouts
 from .schedule.documents import documents_table, read, tokens_of
@@ -613,7 +614,8 @@ class _Core(nn.Module):
 
 
 class _ModelHandler(ContextParallelHandler):
-    """A handler that reads its mesh from a model's binding at every call."""
+    """A handler that reads its mesh from a model's binding at every call; in a recompute by activation checkpointing it
+    is that of the forward."""
 
     def __init__(self, model: nn.Module) -> None:
         found = bindings(model) if isinstance(model, nn.Module) else []
@@ -627,9 +629,15 @@ class _ModelHandler(ContextParallelHandler):
         super().__init__(self._binding.active.mesh, style_of(self._binding))
 
     @property
+    def _active(self) -> StyledMesh:
+        found: StyledMesh
+        (found,) = checkpoint.batch_state(self._binding.stack[0], lambda: (self._binding.active,))
+        return found
+
+    @property
     def mesh(self) -> DeviceMesh:
-        return self._binding.active.mesh
+        return self._active.mesh
 
     @property
     def cp(self) -> CPMesh:
-        return self._binding.active.views[0]
+        return self._active.views[0]

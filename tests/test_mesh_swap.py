@@ -241,6 +241,26 @@ def test_called_twice_in_one_checkpoint(ranks: Any, reentrant: bool) -> None:
 
 
 @on_ranks
+def rolled(reentrant: bool) -> float:
+    """The error of a handler that follows a model, in a checkpoint whose backward runs after the block of a mesh."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,)))
+    style = ContextParallel(2, 1, ulysses_degree=1, layout="head_tail")
+    module = parallelize_module(modules.BNSD(), family.cp(2), style)
+    follower, whole = ContextParallelHandler.of(module), torch.arange(16.0, dtype=torch.float64).view(1, 16, 1)
+    with context_parallel_mesh(module, family.cp(1)) as handler:
+        x = handler.dispatch(whole, 1).requires_grad_()
+        out = checkpoint(lambda y: follower.roll_tensor(y.square(), 1, 1)[0], x, use_reentrant=reentrant)
+    (out * whole).sum().backward()
+    assert x.grad is not None
+    return (x.grad - 2 * whole * (whole + 1) * (whole < 15)).abs().max().item()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_handler_of_a_model_is_recomputed_on_the_mesh_of_its_forward(ranks: Any, reentrant: bool) -> None:
+    assert max(ranks(2, rolled, reentrant)) <= 1e-12
+
+
+@on_ranks
 def compiled() -> dict[str, float]:
     """Ulysses, a ring and one rank: three meshes of two ranks, and back."""
     torch._dynamo.reset()
