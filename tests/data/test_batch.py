@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp import ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
 from hyper_cp.ops.exchange.held_rows import rows_plan
 from hyper_cp.schedule.lookup import resolve
@@ -110,6 +110,22 @@ def test_a_roll_is_that_of_the_whole_sequence(ranks: Any, world: int, layout: st
 @pytest.mark.slow
 def test_rolls_on_a_mesh_of_two_dimensions(ranks: Any) -> None:
     ranks(4, rolls, "head_tail", ("ring", "ulysses"))
+
+
+@on_ranks
+def compiled_roll() -> list[bool]:
+    handler, x = ContextParallelHandler(init_device_mesh("cpu", (2,)), ContextParallel(2, 1)), torch.randn(1, 8, 4)
+    found = []
+    for documents in (None, [0, 5, 16]):
+        roll = torch.compile(lambda x: handler.roll_tensor(x, 1, 1)[0], backend="eager", fullgraph=True)
+        with handler.documents(documents):
+            found.append(torch.equal(roll(x), handler.roll_tensor(x, 1, 1)[0]))
+    return found
+
+
+def test_a_roll_in_a_compiled_function(ranks: Any) -> None:
+    for found in ranks(2, compiled_roll):
+        assert found == [True, True]
 
 
 @on_ranks
