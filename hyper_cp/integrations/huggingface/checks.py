@@ -328,14 +328,14 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if labels is not None and kind not in LOSS_OF_TOKENS:
         raise NotImplementedError(
             f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "
-            "shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out of what it "
-            "returns, and pass logits and them to handler.mean_loss"
+            "shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out of what "
+            "it returns, and pass logits and them to handler.mean_loss"
         )
     reason = why_loss_is_wrong(model) if labels is not None or shifted is not None else None
     if reason is not None:
         raise NotImplementedError(
-            f"{name} got labels, but {reason}. Take labels, shift_labels and num_items_in_batch out of what prepare_batch "
-            "returns, and pass logits and the shift_labels to handler.mean_loss"
+            f"{name} got labels, but {reason}. Take labels, shift_labels and num_items_in_batch out of what "
+            "prepare_batch returns, and pass logits and the shift_labels to handler.mean_loss"
         )
     if labels is not None and shifted is None:
         raise ValueError(
