@@ -1,14 +1,17 @@
-"""Encoder-decoders whose stacks make masks of the ids of padding by themselves (T5Gemma)."""
+"""Encoder-decoders whose stacks make masks of the ids of padding by themselves (T5Gemma), and their meshes."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from hyper_cp import ContextParallel, context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import tokens
+from tests.harness.hf_models import InDouble, prepare_model, tokens
 from tests.harness.ranks import error_of, on_ranks
 from tests.integrations.test_image_keys import errors_of_pair
 
@@ -66,3 +69,23 @@ def long_padding() -> str:
 def test_padding_that_sees_no_token_through_a_window_is_refused(ranks: Any) -> None:
     for refusal in ranks(2, long_padding):
         assert "T5GemmaEncoder adds its mask" in refusal and "give an encoder-decoder an attention_mask" in refusal
+
+
+@on_ranks
+def on_another_mesh() -> list[float]:
+    """The differences of losses of T5 on the mesh of its style, on one of one rank, and on the former again."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,)))
+    model = tiny_causal("t5", SEQ2SEQ)
+    made = prepare_model(copy.deepcopy(model), family.cp(2), style=ContextParallel(ulysses_degree=1))
+    batch = {"input_ids": padded(24, 0, 0), "labels": padded(19, 0, 0)}
+    with InDouble(), torch.no_grad():
+        want, found = model(**batch).loss, [made(**batch).loss]
+        with context_parallel_mesh(made, family.cp(1)):
+            found.append(made(**batch).loss)
+        found.append(made(**batch).loss)
+    return [float(abs(x - want)) for x in found]
+
+
+def test_both_stacks_change_their_mesh(ranks: Any) -> None:
+    for found in ranks(2, on_another_mesh):
+        assert len(found) == 3 and max(found) <= 1e-12, found

@@ -86,7 +86,7 @@ class SourceTargetHook:
     """
 
     def __init__(self, binding: Binding, split: Callable[[ContextParallelHandler, Any], dict[str, Any]]) -> None:
-        self.binding, self.split = binding, split
+        self.of_decoder, self.split = binding, split  # no "binding": that would be taken for the encoder's
         self.shift: Callable[[Tensor], Tensor] = lambda labels: labels
         """The function by which the model makes the input of its decoder of labels."""
         self.masks: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
@@ -118,7 +118,7 @@ class SourceTargetHook:
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the labels, and make the whole input of the decoder of them."""
         self.labels = self.source = self.counts = None
-        if not self.binding.active.parallel:
+        if not self.of_decoder.active.parallel:
             return None
         name = type(model).__name__
         wrong = [x for x in ("encoder_outputs", *CACHES, "context_parallel") if kwargs.get(x) is not None]
@@ -151,12 +151,12 @@ class SourceTargetHook:
         """This rank's share of a sequence. Where ``labels`` are not -100, outputs of padding are read, too."""
         whole = {name: kwargs.pop(name) for name in INPUTS if kwargs.get(name) is not None}
         whole |= {} if labels is None else {"shift_labels": labels}
-        active = self.binding.active
-        return {**kwargs, **self.split(ContextParallelHandler(active.mesh, style_of(self.binding)), whole)}
+        active = self.of_decoder.active
+        return {**kwargs, **self.split(ContextParallelHandler(active.mesh, style_of(self.of_decoder)), whole)}
 
     def split_source(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the source."""
-        if not self.binding.active.parallel:
+        if not self.of_decoder.active.parallel:
             return None
         kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
         made = self._mask_of_ids(encoder, kwargs)
@@ -166,7 +166,7 @@ class SourceTargetHook:
         self.source = local["context_parallel"].visible
         if made:
             handler, length = (
-                ContextParallelHandler(self.binding.active.mesh, style_of(self.binding)),
+                ContextParallelHandler(self.of_decoder.active.mesh, style_of(self.of_decoder)),
                 made[MASK].shape[1],
             )
             self.source = made[MASK].new_ones(1, 1, 1, handler.padded_length(length), dtype=torch.bool)
@@ -175,7 +175,7 @@ class SourceTargetHook:
 
     def split_target(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the target, with the states of the encoder as they are."""
-        if not self.binding.active.parallel:
+        if not self.of_decoder.active.parallel:
             return None
         kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
         made = {} if self.caches else self._mask_of_ids(decoder, kwargs)
@@ -190,9 +190,9 @@ class SourceTargetHook:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Add the mean loss of the target, whose gradients are this rank's share."""
-        labels, self.labels, active = self.labels, None, self.binding.active
+        labels, self.labels, active = self.labels, None, self.of_decoder.active
         if labels is not None and active.parallel:
-            handler = ContextParallelHandler(active.mesh, style_of(self.binding))
+            handler = ContextParallelHandler(active.mesh, style_of(self.of_decoder))
             loss = handler.mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
             if self.counts is not None:
                 own, whole = (x.to(loss.device) if isinstance(x, Tensor) else x for x in self.counts)
