@@ -431,6 +431,12 @@ def changed() -> dict[str, Any]:
     document = torch.arange(S) // 2  # another tensor in the same closure
     found["replaced"] = error_of(lambda: out.sum().backward())
 
+    outs, slope = [], 0.0
+    for slope in (0.1, 2.0):  # the function sees the variable, not its value
+        outs.append(run(None, lambda score, b, h, i, j: score - slope * (i - j).abs()))
+    found["numbers"] = error_of(lambda: outs[0].sum().backward())
+    outs[1].sum().backward()
+
     mask, wider = blocks(lambda b, h, i, j: j <= i), blocks(lambda b, h, i, j: j <= S)
     run(mask)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
@@ -448,6 +454,7 @@ def test_what_has_changed_is_seen(ranks: Any) -> None:
     for found in ranks(2, changed):
         for name in ("written", "replaced"):
             assert "RuntimeError: a tensor that score_mod or mask_mod" in found[name], found
+        assert "RuntimeError: a number that score_mod or mask_mod" in found["numbers"], found
         assert found["blocks"] <= 1e-10 and found["finite"], found
 
 

@@ -40,15 +40,18 @@ class Mods(Score):
             self.dense, self.blocks = _listed(block_mask, like.device)
         self.used: list[Written] = []
         """The tensors that the functions use, and did not make themselves."""
+        self.calls: list[Any] | None = None
+        """The functions of torch that they call, each with its numbers; None: there is no backward."""
         self.captured: tuple[Tensor, ...] = ()
-        if torch.is_grad_enabled():  # else there is no backward
-            used = self._tensors_in_use(like)
+        if torch.is_grad_enabled():
+            used, self.calls = self._in_use(like)
             self.used, self.captured = written(used), tuple(x for x in used if x.requires_grad)
+            self.like = torch.empty(0, dtype=like.dtype, device=like.device)
         register(self)
 
-    def _tensors_in_use(self, like: Tensor) -> list[Tensor]:
-        """The tensors that the functions use, found by calling each once, as FlexAttention does, with numbers of no
-        dimension."""
+    def _in_use(self, like: Tensor) -> tuple[list[Tensor], list[Any]]:
+        """The tensors that the functions use, and their calls of torch, found by calling each once, as FlexAttention
+        does, with numbers of no dimension."""
         numbers = torch.zeros(4, dtype=torch.int64, device=like.device).unbind()
         score = torch.zeros((), dtype=accumulation_dtype(like.dtype), device=like.device)
         with _Collection((score, *numbers)) as collection:
@@ -56,17 +59,21 @@ class Mods(Score):
                 self.score_mod(score, *numbers)
             if self.mask_mod is not None:
                 self.mask_mod(*numbers)
-        return list(collection.found.values())
+        return list(collection.found.values()), collection.calls
 
     def check_unchanged(self) -> None:
         """Raise ``RuntimeError`` if the functions now use other tensors, or other values, than in forward."""
-        if not self.used or unchanged(self.used, self._tensors_in_use(self.used[0][0])):
+        if self.calls is None:
             return
-        raise RuntimeError(
-            "a tensor that score_mod or mask_mod of flex_attention uses has changed since forward. Backward calls "
-            "these functions again, and its gradients would be those of other attention. Run backward first, or make a "
-            "new tensor and new functions for the next batch"
-        )
+        used, calls = self._in_use(self.like)
+        what = "tensor" if not unchanged(self.used, used) else "number" if calls != self.calls else None
+        if what is not None:
+            raise RuntimeError(
+                f"a {what} that score_mod or mask_mod of flex_attention uses has changed since forward. Backward calls "
+                "these functions again, and its gradients would be those of other attention. Run backward first, or "
+                f"make a new {what} and new functions for the next batch (of a loop over layers, functools.partial or "
+                "a default argument keeps the value of now)"
+            )
 
     def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         if self.block_mask is not None:
@@ -156,8 +163,10 @@ class _Collection(_Evaluation):
         super().__init__()
         self.found: dict[int, Tensor] = {}
         self.made: dict[int, Tensor] = {id(x): x for x in given}
+        self.calls: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, *(x for x in _leaves((args, kwargs)) if isinstance(x, (bool, int, float)))))
         for x in _tensors((args, kwargs)):
             if id(x) not in self.made:
                 self.found[id(x)] = x
@@ -167,10 +176,12 @@ class _Collection(_Evaluation):
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    items = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
-    return [found for item in items for found in _tensors(item)]
+    return [found for found in _leaves(x) if isinstance(found, Tensor)]
+
+
+def _leaves(x: Any) -> list[Any]:
+    items = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else None
+    return [x] if items is None else [found for item in items for found in _leaves(item)]
 
 
 # --------------------------------------------------------------------------- block masks
