@@ -151,7 +151,20 @@ class _Call:
         ]
 
     def check_weights(self) -> None:
-        """Raise ``RuntimeError`` for a weight that has been written to since forward, as autograd does."""
+        """Raise ``RuntimeError`` for a weight that has been written to since forward, as autograd does, or replaced."""
+        now = dict(self.module.named_parameters())
+        # FSDP 1 makes new views of its flat parameter for backward.
+        replaced = [
+            name
+            for name, (p, _) in self.weights.items()
+            if (q := now.get(name)) is not p and not (q is not None and q._is_view() and p._is_view())
+        ]
+        if replaced:
+            raise RuntimeError(
+                f"module {type(self.module).__name__} is tiled, and its weight {replaced[0]!r} is another tensor in "
+                "backward, which computes each chunk again, than in forward (torch.func.functional_call, or a weight "
+                "that was replaced). Its gradients would be those of other weights. Do not tile it there"
+            )
         changed = [name for name, (p, count) in self.weights.items() if writes(p) != count]
         if changed:
             raise RuntimeError(

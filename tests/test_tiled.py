@@ -224,3 +224,16 @@ def test_weights_that_are_changed_between_forward_and_backward_are_refused() -> 
             module.w1.weight.mul_(2)
         with pytest.raises(RuntimeError, match=r"'w1\.weight' was changed in place between forward and backward"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["functional_call", "replaced"])
+def test_weights_that_are_other_tensors_in_backward_are_refused(how: str) -> None:
+    """Its chunks would be computed again with these."""
+    module, x = tiled(nn.Linear(4, 4), 2), torch.randn(2, 6, 4, requires_grad=True)
+    if how == "functional_call":
+        out = torch.func.functional_call(module, {name: 2 * p for name, p in module.named_parameters()}, (x,))
+    else:
+        out = module(x)
+        module.weight = nn.Parameter(module.weight.detach() * 3)
+    with pytest.raises(RuntimeError, match="its weight 'weight' is another tensor in backward"):
+        out.sum().backward()
