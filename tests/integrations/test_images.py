@@ -386,6 +386,21 @@ def without_a_second_encoder() -> tuple[str, float]:
     return refusal, relative_error(sum_over_ranks(found)[0], want.detach())
 
 
+@on_ranks
+def no_blank(kind: str) -> str:
+    made, handler = prepared(tiny(kind), **RING)
+    shard(made, handler.mesh)
+    batch = {"input_ids": torch.randint(3, 50, (2, 16), generator=torch.Generator().manual_seed(0))}
+    with InDouble():
+        return error_of(lambda: made(**prepare_batch(handler, batch)))
+
+
+def test_an_encoder_that_fails_on_a_blank_image_is_refused(ranks: Any) -> None:
+    for refusal in ranks(2, no_blank, "kimi_k25"):
+        assert refusal.startswith("NotImplementedError: Kimi_K25Model got a batch without images under FSDP2"), refusal
+        assert "does not run on a blank one (RuntimeError: " in refusal and "Put one into every batch" in refusal
+
+
 def test_an_encoder_that_cannot_run_on_a_blank_clip_is_refused(ranks: Any) -> None:
     for refusal, error in ranks(2, without_a_second_encoder):
         assert refusal.startswith("NotImplementedError: Gemma3nModel got a batch without audio clips under FSDP2")

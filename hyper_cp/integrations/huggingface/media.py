@@ -493,9 +493,18 @@ class Exchange:
         self.inputs |= inputs | dict.fromkeys(_rows_mask(self.owner, kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            output = encode(*args, **{name: x for name, x in kwargs.items() if name not in OF_TOKENS})
-            masked = "attention_mask" in self.fields[kind]
-            found = self.share(output, own, output.attention_mask if masked else valid)
+            try:
+                output = encode(*args, **{name: x for name, x in kwargs.items() if name not in OF_TOKENS})
+                masked = "attention_mask" in self.fields[kind]
+                found = self.share(output, own, output.attention_mask if masked else valid)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                if kind not in self.blank or isinstance(error, NotImplementedError):
+                    raise
+                raise NotImplementedError(
+                    f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its encoder "
+                    f"must run in every step, and it does not run on a blank one ({type(error).__name__}: {error}). "
+                    "Put one into every batch"
+                ) from error
             self.later |= found
             return self.later.pop(kind)
 
