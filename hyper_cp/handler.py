@@ -75,7 +75,7 @@ class ContextParallelHandler(Shares):
                 "split over other ranks than attention. Use the handler that the block yields, or one that follows "
                 "the model, ContextParallelHandler.of(model)"
             )
-        return self._cp  # super().cp would break graphs
+        return self.whole_cp  # super().cp would break graphs
 
     @classmethod
     def of(cls, model: nn.Module) -> ContextParallelHandler:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ._torch.leaves import has_hooks, other_leaf
 from ._torch.modes import tree_leaves
 from ._torch.once import once
 from .module.mesh_binding import binding_of
@@ -123,6 +124,11 @@ class _Tiled:
                 "dimension of the sequence"
             )
         parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not torch.compiler.is_compiling() and any(has_hooks(p) for p in parameters):
+            raise NotImplementedError(
+                f"module {self._name} is tiled, and a weight of it has a hook (Tensor.register_hook), which would be "
+                "called for each chunk and for their sum. Use register_post_accumulate_grad_hook, or do not tile it"
+            )
         out: Tensor = _Chunks.apply(_Call(self, args, kwargs, x, len(parameters)), x, *parameters)
         return out
 
@@ -153,11 +159,11 @@ class _Call:
     def check_weights(self) -> None:
         """Raise ``RuntimeError`` for a weight that has been written to since forward, as autograd does, or replaced."""
         now = dict(self.module.named_parameters())
-        # FSDP 1 makes new views of its flat parameter for backward.
+        # FSDP 1 makes new views of its flat parameter, which are no leaves, for backward.
         replaced = [
             name
             for name, (p, _) in self.weights.items()
-            if (q := now.get(name)) is not p and not (q is not None and q._is_view() and p._is_view())
+            if (q := now.get(name)) is not p and (q is None or q.is_leaf or p.is_leaf)
         ]
         if replaced:
             raise RuntimeError(
@@ -172,6 +178,17 @@ class _Call:
                 "between forward and backward, which computes each chunk again. Its gradients would be those of other "
                 "weights. Step the optimizer after backward"
             )
+
+    def check_leaves(self, out: Tensor, x: Tensor) -> None:
+        """Raise ``NotImplementedError`` if a chunk was computed from a leaf that is no weight of the module."""
+        if not torch.compiler.is_compiling():
+            leaf = other_leaf(out, [x, *self.module.parameters()])
+            if leaf is not None:
+                raise NotImplementedError(
+                    f"module {type(self.module).__name__} is tiled, and reads a tensor (shape {tuple(leaf.shape)}, or "
+                    "what was computed from it) that requires a gradient and is no parameter of it, which would get no "
+                    "gradient. Make it a parameter of the module, or do not tile it"
+                )
 
     def run(self, x: Tensor) -> Tensor:
         """Call the module's own forward with one chunk."""
@@ -248,6 +265,8 @@ class _Chunks(torch.autograd.Function):
             for start, length in call.parts(x.shape[call.dim]):
                 part = x.narrow(call.dim, start, length).detach().requires_grad_(of_x)
                 out = call.run(part)
+                if start == 0:
+                    call.check_leaves(out, part)
                 wanted = [*parameters, *([part] if of_x else [])]
                 found = [*torch.autograd.grad(out, wanted, grad.narrow(call.dim, start, length), allow_unused=True)]
                 if grad_x is not None and (of_part := found.pop()) is not None:

@@ -237,3 +237,33 @@ def test_weights_that_are_other_tensors_in_backward_are_refused(how: str) -> Non
         module.weight = nn.Parameter(module.weight.detach() * 3)
     with pytest.raises(RuntimeError, match="its weight 'weight' is another tensor in backward"):
         out.sum().backward()
+
+
+def test_hooks_of_weights_are_refused() -> None:
+    """They would be called for each chunk, and for the sum."""
+    module = tiled(nn.Linear(4, 4), 2)
+    handle = module.weight.register_hook(lambda grad: 3 * grad)
+    with pytest.raises(NotImplementedError, match="a weight of it has a hook"):
+        module(torch.randn(2, 6, 4))
+    handle.remove()
+    module(torch.randn(2, 6, 4)).sum().backward()
+
+
+class Conditioned(nn.Module):
+    """Reads a tensor that is no parameter of its own."""
+
+    def __init__(self, condition: Tensor) -> None:
+        super().__init__()
+        self.layer, self.condition = nn.Linear(4, 4), [condition]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.condition[0]
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_tensor_that_is_no_parameter_is_refused(leaf: bool) -> None:
+    """Its gradient would be missing."""
+    condition = torch.ones(4, requires_grad=True)
+    out = tiled(Conditioned(condition if leaf else condition.tanh()), 2)(torch.randn(2, 6, 4))
+    with pytest.raises(NotImplementedError, match=r"reads a tensor \(shape \(4,\), or .* is no parameter of it"):
+        out.sum().backward()

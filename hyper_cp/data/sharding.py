@@ -30,7 +30,7 @@ class Shares:
         self.layout, self._halves = layouts.check_layout(layout), halves
         self.style_of_model: object | None = None
         """The style whose first batch is compared across the ranks; None: only the first batch of the mesh is."""
-        self._mesh, self._cp = mesh, cp_mesh.view(mesh)
+        self._mesh, self.whole_cp = mesh, cp_mesh.view(mesh)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -40,7 +40,7 @@ class Shares:
     @property
     def cp(self) -> CPMesh:
         """The cp mesh seen as ring x ulysses."""
-        return self._cp
+        return self.whole_cp
 
     def padded_length(self, length: int) -> int:
         """The least length that splits evenly over the ranks in this layout, and is not below ``length``."""
