@@ -258,7 +258,7 @@ def generate_with(
     method: Callable[..., Any], model: Any, handler: ContextParallelHandler, input_ids: Tensor | None, **kwargs: Any
 ) -> Any:
     """:func:`generate` by the method ``generate`` of a model, or of what wraps it."""
-    check_arguments(model, kwargs)
+    check_arguments(model, input_ids, kwargs)
     if handler.cp.size == 1:
         return method(input_ids, **kwargs)
     if not CACHE:

@@ -317,6 +317,9 @@ def wrong_use() -> dict[str, str]:
             "the prompt has 3 tokens. With recurrent layers, layout='head_tail' and 2 ranks": lambda: generated(
                 *prepared("qwen3_next"), ids[:, :3]
             ),
+            "NotImplementedError: generate got prefill_chunk_size=4 and a prompt with padding": lambda: generated(
+                *prepared("qwen3_next"), ids, prefill_chunk_size=4, attention_mask=(torch.arange(8) > 4).expand(2, -1)
+            ),
             "NotImplementedError: the prompt has documents that end at": lambda: run(position_ids=packed),
             "NotImplementedError: a prompt is read inside a handler.documents block": in_a_block,
             "LlamaForCausalLM runs on the mesh": on_another_mesh,

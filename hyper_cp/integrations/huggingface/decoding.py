@@ -317,11 +317,20 @@ def _layers(model: Any) -> list[Any]:
     return layers
 
 
-def check_arguments(model: Any, kwargs: dict[str, Any]) -> None:
+def check_arguments(model: Any, tokens: Any, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of ``generate`` that do not go with a split cache."""
     settings = [
         x for x in (kwargs.get("generation_config"), getattr(model, "generation_config", None)) if x is not None
     ]
+    chunk = next((x for of in (kwargs, *map(vars, settings)) if (x := of.get("prefill_chunk_size"))), None)
+    mask, padding = kwargs.get("attention_mask"), getattr(model.config, "pad_token_id", None)
+    hidden = mask == 0 if isinstance(mask, Tensor) else tokens == padding  # of which generate makes a mask
+    if chunk and isinstance(hidden, Tensor) and bool(hidden.any()) and mixers_of(decoder_of(model)):
+        raise NotImplementedError(
+            f"generate got prefill_chunk_size={chunk} and a prompt with padding, and {type(model).__name__} has "
+            "recurrent layers. A chunk that is padding in some row, or ends in a single token, would let padding into "
+            "their states. Leave prefill_chunk_size out: the prompt is split over the ranks already"
+        )
     for name, reason in REFUSED.items():
         given = kwargs.get(name), *(getattr(x, name, None) for x in settings)
         if any(x is not None and x is not False for x in given):
