@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import ContextParallel, styled_modules
+from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
 from hyper_cp.mesh import comm
 from hyper_cp.module.mesh_binding import binding_of
 from tests.harness import modules
@@ -273,3 +273,20 @@ def single_calls() -> dict[str, bool]:
 def test_single_calls(ranks: Any) -> None:
     for found in ranks(4, single_calls):
         assert all(found.values()), found
+
+
+@on_ranks
+def half_in_another_autocast() -> float:
+    """The error of fp16 inputs under autocast to bfloat16, whose heads are exchanged at the entrance of a module."""
+    mesh = init_device_mesh("cpu", (2,))
+    module = parallelize_module(modules.BNSD(), mesh, ContextParallel(2, 1, layout="head_tail"))
+    q = torch.randn(1, 4, 16, 8, dtype=torch.float16, generator=torch.Generator().manual_seed(0))
+    handler = ContextParallelHandler(mesh, "head_tail")
+    mine = handler.dispatch(q, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(mine, mine, mine)
+    return relative_error(handler.combine(out, 2).double(), plain_attention(*[q.double()] * 3, is_causal=True))
+
+
+def test_half_precision_in_an_autocast_to_another(ranks: Any) -> None:
+    assert max(ranks(2, half_in_another_autocast)) <= 2e-2

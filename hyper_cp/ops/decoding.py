@@ -21,7 +21,7 @@ from ..schedule.tiles import FULL
 from . import kernels
 from .checks import cast_for_autocast, check_local, check_sinks
 from .config import Call
-from .engine import no_autocast
+from .differentiable import no_autocast
 from .kernels import scores
 from .kernels.indexer import BestKeys
 from .kernels.inputs import TileInputs

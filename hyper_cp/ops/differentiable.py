@@ -1,8 +1,10 @@
-"""Gradients of ops: one pair of functions for compiled graphs and for eager calls; none of forward mode."""
+"""Gradients of ops: one pair of functions for compiled graphs and for eager calls, none of forward mode, and no
+autocast inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +67,13 @@ def differentiable(
         return [*found] if returns_list else found
 
     return call
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Leave autocast inside an op: its tensors were cast at the entrance, and what it adds up is in wider dtypes."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:

@@ -7,7 +7,6 @@ op saves only local q, k, v, its output and the log-sum-exp; keys and values are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from ..schedule.ranges import Range
 from ..schedule.tiles import CAUSAL, FULL, Band, Tile, intersect
 from . import exchange, kernels, masks
 from .config import DIFFERENTIATED, CheckedCall, Operands, OpSettings
-from .differentiable import differentiable
+from .differentiable import differentiable, no_autocast
 from .entries import EntryTiles
 from .exchange.tails import SwappedTails
 from .exchange.travel import Gradients, Travel
@@ -295,13 +294,6 @@ Compute = Callable[[Tile, TileInputs, Sequence[Tensor], Any], None]
 def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
     """Copy tensors whose head dim is not contiguous: operators that take a log-sum-exp read it so, unchecked."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
-def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Leave autocast inside an op: its tensors were cast at the entrance, and what it adds up is in wider dtypes."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 @torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

@@ -27,8 +27,8 @@ from ..schedule.ranges import Range
 from ..schedule.tiles import Tile
 from .checks import cast_for_autocast, check, check_grouped, check_latent_forms, check_local, with_hosts
 from .config import Call, Mode, Operands, OpSettings
-from .differentiable import differentiable
-from .engine import KeyGradients, Saved, Work, check_nans_if_enabled, no_autocast
+from .differentiable import differentiable, no_autocast
+from .engine import KeyGradients, Saved, Work, check_nans_if_enabled
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels import REFERENCE

@@ -20,7 +20,7 @@ from ..schedule.lookup import resolve
 from ..schedule.tiles import FULL
 from ..schedule.windows import SeenEntries, seen_entries
 from .checks import check_local
-from .engine import no_autocast
+from .differentiable import no_autocast
 from .kernels.indexer import SCORES_AT_ONCE, BestKeys
 from .kernels.inputs import TileInputs, at_once
 from .kernels.partials import part

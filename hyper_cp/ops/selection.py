@@ -23,7 +23,8 @@ from ..schedule.tiles import Tile
 from .attention import refuse_without_mesh
 from .checks import check, check_head_weights, check_local, documents_of, with_hosts
 from .config import Call, Mode, Operands, OpSettings
-from .engine import KeyGradients, Work, check_nans_if_enabled, no_autocast
+from .differentiable import no_autocast
+from .engine import KeyGradients, Work, check_nans_if_enabled
 from .exchange.tails import SwappedTails
 from .exchange.travel import Travel
 from .kernels import REFERENCE

@@ -21,7 +21,7 @@ from ...schedule.choices import heads_after_sharing
 from ...schedule.documents import read
 from ...schedule.lookup import ascending, resolve
 from ...schedule.ranges import Rows
-from ..differentiable import differentiable
+from ..differentiable import differentiable, no_autocast
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def all_to_all_op(
     cp = cp_mesh.by_key(mesh)
     move = sequence_to_heads if to_heads else heads_to_sequence
     pending = []
-    with operation(cp, "exchange of heads"):
+    with no_autocast(xs[0].device.type), operation(cp, "exchange of heads"):
         nans.check(cp, "an exchanged tensor", *xs)
         for x in xs:
             length = x.shape[seq_dim] * cp.ring.size * (cp.ulysses.size if to_heads else 1)
