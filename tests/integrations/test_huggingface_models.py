@@ -412,6 +412,9 @@ def wrong_use(case: str) -> None:
     elif case == "packed sequences":
         model, _ = prepared(tiny_causal("t5", SEQ2SEQ))
         model(input_ids=tokens(24), labels=tokens(24), document_ids=torch.arange(24).expand(2, -1) // 8)
+    elif case == "last logits":
+        model, _ = prepared(tiny_causal("t5gemma", SEQ2SEQ))
+        model(input_ids=tokens(24), labels=tokens(24), logits_to_keep=5)
     elif case == "own positions":
         model = tiny_causal("bart")
         model.get_decoder().embed_positions = torch.nn.Embedding(24, 32)
@@ -489,6 +492,7 @@ REFUSED = [
     ("own positions", "NotImplementedError", "BartDecoder takes no position_ids"),
     ("dropped layers", "NotImplementedError", r"BartDecoder skips layers at random in training \(layerdrop=0.5\)"),
     ("no interface", "NotImplementedError", "XLMModel computes attention by itself.*AttentionInterface or SDPA"),
+    ("last logits", "NotImplementedError", "T5GemmaForConditionalGeneration got logits_to_keep=5"),
     ("quantised", "NotImplementedError", r"IBertSelfAttention writes attention out, with a step \("),
     ("written out", "NotImplementedError", r"JapaneseAttention writes attention out, with a step \(a bias\)"),
     ("router loss", "NotImplementedError", "BeamForCausalLM has output_router_logits=True.*not the usual"),

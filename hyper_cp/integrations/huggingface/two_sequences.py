@@ -132,6 +132,11 @@ class SourceTargetHook:
                 f"{name} got packed documents. Its source and its target are two sequences with boundaries of their "
                 "own, and cross-attention would see all documents. Give each pair a row, and pad the rows"
             )
+        if kwargs.get("logits_to_keep"):
+            raise NotImplementedError(
+                f"{name} got logits_to_keep={kwargs['logits_to_keep']}, of which each rank would take the last tokens "
+                "of its share. Leave it out"
+            )
         if kwargs.get("output_router_logits"):
             raise NotImplementedError(
                 f"{name} got output_router_logits=True, for which no loss over two sequences is known. Leave it out"
