@@ -66,14 +66,17 @@ class Mods(Score):
         if self.calls is None:
             return
         used, calls = self._in_use(self.like)
-        what = "tensor" if not unchanged(self.used, used) else "number" if calls != self.calls else None
-        if what is not None:
-            raise RuntimeError(
-                f"a {what} that score_mod or mask_mod of flex_attention uses has changed since forward. Backward calls "
-                "these functions again, and its gradients would be those of other attention. Run backward first, or "
-                f"make a new {what} and new functions for the next batch (of a loop over layers, functools.partial or "
-                "a default argument keeps the value of now)"
-            )
+        if not unchanged(self.used, used):
+            what = "a tensor that score_mod or mask_mod of flex_attention uses"
+        elif calls != self.calls:
+            what = "a number that score_mod or mask_mod of flex_attention uses"
+        else:
+            return
+        raise RuntimeError(
+            f"{what} has changed since forward. Backward calls these functions again, and its gradients would be those "
+            "of other attention. Run backward first, or make a new one and new functions for the next batch (in a loop "
+            "over layers functools.partial, or a default argument, keeps the value of now)"
+        )
 
     def check(self, name: str, batch: int, heads: int, lengths: tuple[int, int]) -> None:
         if self.block_mask is not None:
