@@ -55,7 +55,7 @@ def errors(kind: str, whole: bool, packs: bool = True, **options: Any) -> list[f
     layers = next(x for x in made.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
     for module in [made] if whole else layers:
         module.compile(backend="aot_eager", **options)
-    for batch, parts in (padded(5), packed(9), packed(14)) if packs else (padded(5), padded(3)):
+    for batch, parts in (padded(5), packed(9), padded(3), packed(14)) if packs else (padded(5), padded(3)):
         one, mask = copy.deepcopy(model), batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         want = alone(one, batch, parts)
         loss_of(want, mask).backward()

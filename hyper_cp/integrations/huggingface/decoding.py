@@ -323,9 +323,7 @@ def check_arguments(model: Any, tokens: Any, kwargs: dict[str, Any]) -> None:
         x for x in (kwargs.get("generation_config"), getattr(model, "generation_config", None)) if x is not None
     ]
     chunk = next((x for of in (kwargs, *map(vars, settings)) if (x := of.get("prefill_chunk_size"))), None)
-    mask, padding = kwargs.get("attention_mask"), getattr(model.config, "pad_token_id", None)
-    hidden = mask == 0 if isinstance(mask, Tensor) else tokens == padding  # of which generate makes a mask
-    if chunk and isinstance(hidden, Tensor) and bool(hidden.any()) and mixers_of(decoder_of(model)):
+    if chunk and mixers_of(decoder_of(model)) and _has_padding(model, tokens, kwargs.get("attention_mask")):
         raise NotImplementedError(
             f"generate got prefill_chunk_size={chunk} and a prompt with padding, and {type(model).__name__} has "
             "recurrent layers. A chunk that is padding in some row, or ends in a single token, would let padding into "
@@ -347,6 +345,12 @@ def check_arguments(model: Any, tokens: Any, kwargs: dict[str, Any]) -> None:
             "generate got use_cache=False, as an argument or in a generation config. Every token would need a forward "
             "of the whole sequence. Pass use_cache=True"
         )
+
+
+def _has_padding(model: Any, tokens: Any, mask: Any) -> bool:
+    """True if a mask hides something, or (without one) if generate would make one that does, of the id of padding."""
+    hidden = mask == 0 if isinstance(mask, Tensor) else tokens == getattr(model.config, "pad_token_id", None)
+    return isinstance(hidden, Tensor) and bool(hidden.any())
 
 
 def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]) -> None:

@@ -353,6 +353,13 @@ def _entries(owner: nn.Module, kind: str) -> list[str]:
     return [*_names(owner, METHODS[kind]), *_rows_mask(owner, kind)] if hasattr(owner, METHODS[kind]) else []
 
 
+def _refuse_blank(owner: nn.Module, kind: str, why: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{type(owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its encoder must run in every "
+        f"step, {why}"
+    )
+
+
 def _blank_image(owner: Any) -> dict[str, Tensor]:
     """A small image without content, for a batch that has none."""
     config = getattr(owner.config, "vision_config", owner.config)  # NeoMME: it has no encoder of its own
@@ -379,10 +386,7 @@ def _blank_image(owner: Any) -> dict[str, Tensor]:
         rows = (1, 1) if _ROWS_OF_IMAGES in source_of(getattr(type(owner), METHODS["image"])) else (1,)
         found = {"pixel_values": torch.ones(*rows, channels, side, side, dtype=dtype)}
         return found | {name: torch.tensor([[side, side]]) for name in needed}
-    raise NotImplementedError(
-        f"{type(owner).__name__} got a batch without images under FSDP2, where its encoder must run in every step, and "
-        "no blank image can be made of its configuration. Put an image into every batch"
-    )
+    _refuse_blank(owner, "image", "and no blank image can be made of its configuration. Put an image into every batch")
 
 
 def audio_config(owner: Any) -> Any:
@@ -399,10 +403,7 @@ def _blank_audio(owner: Any) -> dict[str, Tensor]:
     bins = getattr(config, name, next(iter(getattr(config, "subsampling_conv_channels", ())), None))
     frames = 2 * getattr(config, "n_window", getattr(config, "max_source_positions", 0)) or 2 * SHORTEST
     if bins is None or not {*names} <= {"input_features", "padding_mask", *FRAME_MASKS}:
-        raise NotImplementedError(
-            f"{type(owner).__name__} got a batch without audio under FSDP2, where its encoder must run in every step, "
-            "and no blank clip can be made of its configuration. Put a clip into every batch"
-        )
+        _refuse_blank(owner, "audio", "and no blank clip can be made of its configuration. Put a clip into every batch")
     shape = (bins, frames) if name == BINS[-1] else (frames, bins)
     found = {"input_features": torch.zeros(1, *shape, dtype=next(owner.parameters()).dtype)}
     masks = [x for x in names[1:] if x != "audio_feature_lengths" and x not in _rows_mask(owner, "audio")]
@@ -456,17 +457,11 @@ class Exchange:
         for kind, blank in BLANKS.items():
             if kind not in found and self.fields[kind] and (kind == "image" or audio_config(self.owner) is not None):
                 if self.together:
-                    raise NotImplementedError(
-                        f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its "
-                        "encoder must run in every step, and its BatchNorm would count what it runs on. Put one into "
-                        "every batch, or call eval() on the BatchNorm modules"
-                    )
+                    why = "and its BatchNorm would count what it runs on. Put one into every batch, or call eval() on "
+                    _refuse_blank(self.owner, kind, f"{why}the BatchNorm modules")
                 if _more_than_rows(self.fields[kind]):
-                    raise NotImplementedError(
-                        f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its "
-                        f"encoder must run in every step, but its forward reads {', '.join(self.fields[kind])} of its "
-                        f"output, which cannot be shared out. If no batch has any, set config.{kind}_config = None"
-                    )
+                    why = f"but its forward reads {', '.join(self.fields[kind])} of its output, which cannot be shared "
+                    _refuse_blank(self.owner, kind, f"{why}out. If no batch has any, set config.{kind}_config = None")
                 self.blank.add(kind)
                 self.add(kind, {kind: 0}, blank(self.owner))
 
@@ -500,11 +495,8 @@ class Exchange:
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 if kind not in self.blank or isinstance(error, NotImplementedError):
                     raise
-                raise NotImplementedError(
-                    f"{type(self.owner).__name__} got a batch without {PLURALS[kind]} under FSDP2, where its encoder "
-                    f"must run in every step, and it does not run on a blank one ({type(error).__name__}: {error}). "
-                    "Put one into every batch"
-                ) from error
+                why = f"and it does not run on a blank one ({type(error).__name__}: {error}). Put one into every batch"
+                _refuse_blank(self.owner, kind, why)
             self.later |= found
             return self.later.pop(kind)
 

@@ -41,7 +41,7 @@ class PooledHook:
         self,
         binding: Binding,
         split: Callable[[ContextParallelHandler, Any], dict[str, Any]],
-        over_positions: bool = False,
+        over_positions: bool,
     ) -> None:
         self.binding, self.split, self.over_positions = binding, split, over_positions
         self.batch: Any = None

@@ -91,14 +91,12 @@ class SourceTargetHook:
         """The function by which the model makes the input of its decoder of labels."""
         self.masks: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
         """The functions by which the stacks make masks of ids."""
-        self.by_default = False
-        """The decoder makes a cache in evaluation mode, unless it is asked for none."""
         self.divides = False
         """The model's loss is a sum over ``num_items_in_batch``, if that is given."""
         self.counts: tuple[Tensor, Any] | None = None
         """The number of labels of this forward, and of the whole batch."""
-        self.caches = False
-        """One device would have a cache of keys in this forward, with which a decoder makes no mask."""
+        self.use_cache: bool | None = None
+        """That of the caller; None: as the decoder's configuration says."""
         self.labels: Tensor | None = None
         """Those of the whole target; then those of this rank."""
         self.source: Tensor | None = None
@@ -108,7 +106,6 @@ class SourceTargetHook:
         """Register the hooks; those of the stacks before all others."""
         self.shift = shifted_by(model) or self.shift  # now: FSDP2 changes the classes of models
         self.masks = {stack: make for stack in (encoder, decoder) if (make := mask_maker(stack)) is not None}
-        self.by_default = bool(getattr(decoder.config, "use_cache", False))
         self.divides = "self.loss_function(" in source_of(type(model).forward)
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         encoder.register_forward_pre_hook(self.split_source, with_kwargs=True, prepend=True)
@@ -141,8 +138,7 @@ class SourceTargetHook:
             raise NotImplementedError(
                 f"{name} got output_router_logits=True, for which no loss over two sequences is known. Leave it out"
             )
-        given = kwargs.get("use_cache")
-        self.caches = not model.training and (self.by_default if given is None else bool(given))
+        self.use_cache = kwargs.get("use_cache")
         kwargs = {**kwargs, "use_cache": False}
         self.labels, count = kwargs.pop("labels", None), kwargs.get("num_items_in_batch")
         if self.labels is not None and self.divides:
@@ -152,12 +148,14 @@ class SourceTargetHook:
             kwargs["decoder_input_ids"] = self.shift(self.labels)
         return args, kwargs
 
+    def _handler(self) -> ContextParallelHandler:
+        return ContextParallelHandler(self.of_decoder.active.mesh, style_of(self.of_decoder))
+
     def _split(self, kwargs: dict[str, Any], labels: Tensor | None) -> dict[str, Any]:
         """This rank's share of a sequence. Where ``labels`` are not -100, outputs of padding are read, too."""
         whole = {name: kwargs.pop(name) for name in INPUTS if kwargs.get(name) is not None}
         whole |= {} if labels is None else {"shift_labels": labels}
-        active = self.of_decoder.active
-        return {**kwargs, **self.split(ContextParallelHandler(active.mesh, style_of(self.of_decoder)), whole)}
+        return {**kwargs, **self.split(self._handler(), whole)}
 
     def split_source(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the source."""
@@ -170,20 +168,19 @@ class SourceTargetHook:
         local.pop("shift_labels", None)
         self.source = local["context_parallel"].visible
         if made:
-            handler, length = (
-                ContextParallelHandler(self.of_decoder.active.mesh, style_of(self.of_decoder)),
-                made[MASK].shape[1],
-            )
-            self.source = made[MASK].new_ones(1, 1, 1, handler.padded_length(length), dtype=torch.bool)
+            length = made[MASK].shape[1]
+            self.source = made[MASK].new_ones(1, 1, 1, self._handler().padded_length(length), dtype=torch.bool)
             self.source[..., length:] = False
         return (), local
 
-    def split_target(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def split_target(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the target, with the states of the encoder as they are."""
         if not self.of_decoder.active.parallel:
             return None
         kwargs = {**dict(zip(INPUTS, args, strict=False)), **kwargs}
-        made = {} if self.caches else self._mask_of_ids(decoder, kwargs)
+        asked = getattr(decoder.config, "use_cache", False) if self.use_cache is None else self.use_cache
+        caches = asked and not decoder.training  # on one device, where a decoder with a cache makes no mask
+        made = {} if caches else self._mask_of_ids(decoder, kwargs)
         local = self._split(kwargs | made, self.labels)
         self.labels = local.pop("shift_labels", None)
         return (), {**local, "encoder_attention_mask": None}
@@ -195,10 +192,9 @@ class SourceTargetHook:
 
     def after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Add the mean loss of the target, whose gradients are this rank's share."""
-        labels, self.labels, active = self.labels, None, self.of_decoder.active
-        if labels is not None and active.parallel:
-            handler = ContextParallelHandler(active.mesh, style_of(self.of_decoder))
-            loss = handler.mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
+        labels, self.labels = self.labels, None
+        if labels is not None and self.of_decoder.active.parallel:
+            loss = self._handler().mean_loss(output.logits, labels.to(output.logits.device), gradients="sum")
             if self.counts is not None:
                 own, whole = (x.to(loss.device) if isinstance(x, Tensor) else x for x in self.counts)
                 loss = loss * own / whole

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -215,7 +216,7 @@ class Scores:
             self.refuse(name)
         given = args if step is _where else args[1:]
         try:
-            inspect.signature(step).bind(self, *given, **kwargs)
+            _signature(step).bind(self, *given, **kwargs)
         except TypeError:
             self.refuse(f"{name} with other arguments")
         return step(self, *given, **kwargs)
@@ -320,6 +321,7 @@ def _reshaped(name: str) -> Callable[..., Scores]:
     return lambda scores, *shape: replace(scores, like=getattr(scores.like, name)(*shape))
 
 
+_signature = cache(inspect.signature)
 _STEPS: dict[str, Callable[..., Any]] = {
     "mul": Scores.times,
     "truediv": lambda scores, x: scores.times(1 / x if isinstance(x, (int, float, Tensor)) else x),
