@@ -46,7 +46,7 @@ def loss_of(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 @on_ranks
-def errors(kind: str, whole: bool, packs: bool = True, **options: Any) -> list[float]:
+def errors(kind: str, whole: bool, packs: bool = True, backend: str = "aot_eager", **options: Any) -> list[float]:
     """The largest errors of visible logits and of gradients, for batches one after the other in one compiled model."""
     from hyper_cp.integrations.transformers import prepare_batch
 
@@ -54,7 +54,7 @@ def errors(kind: str, whole: bool, packs: bool = True, **options: Any) -> list[f
     made, handler = prepared(model, **RING)
     layers = next(x for x in made.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
     for module in [made] if whole else layers:
-        module.compile(backend="aot_eager", **options)
+        module.compile(backend=backend, **options)
     for batch, parts in (padded(5), packed(9), padded(3), packed(14)) if packs else (padded(5), padded(3)):
         one, mask = copy.deepcopy(model), batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         want = alone(one, batch, parts)
@@ -78,14 +78,17 @@ def test_layers_that_write_attention_out(ranks: Any, kind: str) -> None:
         assert max(found) <= 1e-5, found
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "llama4_text")] + ["bloom"]
-)
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "bloom"])
 def test_whole_models_of_any_length(ranks: Any, kind: str) -> None:
-    if kind == "llama4_text" and torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
-        pytest.skip("Dynamo of torch 2.11 ends with an internal error: a setting is a size that may change")
-    packs = kind != "llama4_text"  # which counts positions through all documents of a row, for a scale
-    for found in ranks(2, errors, kind, True, packs, dynamic=True, timeout=300):
+    """By Dynamo alone: with sizes that may change, AOTAutograd takes 15 s for two layers, prepared or not."""
+    for found in ranks(2, errors, kind, True, backend="eager", dynamic=True, timeout=300):
+        assert max(found) <= 1e-5, found
+
+
+@pytest.mark.slow
+def test_a_whole_model_whose_layers_attend_in_chunks(ranks: Any) -> None:
+    """Without packed documents, through which it counts positions, for a scale."""
+    for found in ranks(2, errors, "llama4_text", True, False, timeout=300):
         assert max(found) <= 1e-5, found
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("diffusers")
 
 
 @on_ranks
-def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], whole: bool) -> tuple[float, int, int]:
+def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], backend: str, whole: bool) -> tuple[float, int, int]:
     """The largest error against the model that is not prepared, the number of graphs, and of further ones in a second
     step. A function may have four graphs: the first block has one of its own, and there may be two lists of blocks."""
     from torch._dynamo.utils import counters
@@ -38,7 +38,7 @@ def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], whole: bo
     want, expected = step(alone)
     counters.clear()
     compiling: Any = model.compile if whole else model.compile_repeated_blocks
-    compiling(backend="aot_eager", fullgraph=True)
+    compiling(backend=backend, fullgraph=True)
     with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
         output, grads = step(model)
         graphs = counters["stats"]["unique_graphs"]
@@ -48,12 +48,11 @@ def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], whole: bo
     return max(errors), graphs, counters["stats"]["unique_graphs"] - graphs
 
 
+TWO_LISTS = {"num_layers": 2, "num_single_layers": 2}
 RING: dict[str, Any] = {"ulysses_degree": 1, "kv_exchange": "ring"}
 CASES = {
-    "blocks of Wan": ("WanTransformer3DModel", {"num_layers": 6}, {"ulysses_degree": None}, False),
-    "blocks of Flux": ("FluxTransformer2DModel", {"num_layers": 3, "num_single_layers": 3}, RING, False),
-    "Wan": ("WanTransformer3DModel", {}, RING, True),
-    "Flux": ("FluxTransformer2DModel", {"num_layers": 1, "num_single_layers": 1}, {"ulysses_degree": None}, True),
+    "blocks of Flux": ("FluxTransformer2DModel", TWO_LISTS, RING, "eager", False),
+    "Wan": ("WanTransformer3DModel", {}, {"ulysses_degree": None}, "aot_eager", True),
 }
 
 
