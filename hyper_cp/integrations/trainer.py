@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
+from weakref import ref
 
 import transformers
 from accelerate.utils.operations import recursively_apply
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.collectives import by_rank
+from ..mesh.agreement import digest
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
 from .huggingface.checks import base_of
@@ -43,6 +46,9 @@ class ContextParallelTrainer:
 
     handler: Any = None
     """Splits batches; None with ``cp_size=1``."""
+
+    _epoch: Callable[[], Any] = staticmethod(lambda: None)
+    """The iterator over the batches of an epoch that is running."""
 
     own_losses: tuple[str, ...] = ()
     """Names of trainers whose own ``compute_loss`` is right for shares of sequences."""
@@ -112,6 +118,18 @@ class ContextParallelTrainer:
         prepare_model(model, mesh, style=self.style, chunked_loss=self.chunked_loss)
 
     @where_split
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Batches of an epoch, as Trainer takes them. Ranks compare the first batch of each epoch: samplers may draw from
+        random states that have come to differ, by a checkpoint of fewer ranks or by dropout."""
+        found = super().get_batch_samples(epoch_iterator, *args, **kwargs)  # type: ignore[misc]
+        if self._epoch() is not epoch_iterator:
+            self._epoch = ref(epoch_iterator)
+            first = digest(json.dumps(found[0][:1], default=_contents, skipkeys=True).encode())
+            same = (("the first batch of an epoch", first),)
+            self.handler.cp.agree("batch", (), type(self).__name__, once=same, always=True)
+        return found
+
+    @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._warn_of_own_loss()
         return nullcontext, self._share(inputs)
@@ -160,6 +178,17 @@ class ContextParallelTrainer:
         state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.handler.cp.size
 
     @where_split
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's part of the operations of a whole batch. Trainer adds up those of all ranks."""
+        return int(super().floating_point_ops(inputs) // self.handler.cp.size)  # type: ignore[misc]
+
+    @where_split
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's output, whose ``training_loss`` has losses in it that were not logged: of all ranks, as logged ones."""
+        self._tr_loss = by_rank(self.handler.mesh, self._tr_loss.reshape(1)).mean()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    @where_split
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
         if inputs.get("labels") is None:  # without labels Trainer does not call _prepare_context_parallel_inputs
@@ -198,3 +227,10 @@ class ContextParallelTrainer:
         x = rearrange(accelerator.gather(x), "(dp cp row) ... -> cp (dp row) ...", **sizes)[0]
         every = self._own_gather == accelerator.gather  # Seq2SeqTrainer drops no row, also none that fills a last batch
         return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 and not every else x
+
+
+def _contents(x: Any) -> Any:
+    """What the ranks compare of a value in a batch that is no number or text: tokens, and not floating-point values."""
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        return x.tolist()
+    return dict(x) if isinstance(x, Mapping) else type(x).__name__

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hyper_cp import ContextParallel
 from tests.harness.hf_models import InDouble, gradients, make, tokens
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 from tests.integrations.test_accelerate import accelerator_of, samples
 
 pytest.importorskip("accelerate")
@@ -64,18 +64,43 @@ def errors(trainer: Any, model: Any, want: list[float], oracle: Any) -> tuple[fl
 
 
 @on_ranks
-def counted(directory: str) -> int:
-    """Tokens of two steps of two rows."""
+def counted(directory: str) -> tuple[int, float, float]:
+    """Tokens and operations of two steps of two rows, and the error of their mean loss, which is not logged before."""
+    from transformers import Trainer as TrainerAlone
+
     from hyper_cp.hf import Trainer
 
-    options = arguments(directory, include_num_input_tokens_seen="all")
+    options = arguments(directory, include_num_input_tokens_seen="all", logging_steps=500)
     trainer = Trainer(make("llama"), options, train_dataset=samples(4), style=STYLE)
-    trainer.train()
-    return int(trainer.state.num_input_tokens_seen)
+    got = trainer.train().training_loss
+    operations = 2 * TrainerAlone.floating_point_ops(trainer, torch.utils.data.default_collate(samples(2)))
+    wrong = abs(got - sum(trained_alone(make("llama"))) / 2)
+    return int(trainer.state.num_input_tokens_seen), trainer.state.total_flos / operations, wrong
 
 
-def test_tokens_are_counted_once(ranks: Any, tmp_path: Any) -> None:
-    assert ranks(2, counted, str(tmp_path)) == [4 * 21] * 2
+def test_tokens_operations_and_losses_are_counted_once(ranks: Any, tmp_path: Any) -> None:
+    for tokens_seen, operations, wrong in ranks(2, counted, str(tmp_path)):
+        assert tokens_seen == 4 * 21 and operations == pytest.approx(1, rel=1e-3) and wrong < 1e-5
+
+
+@on_ranks
+def other_rows(directory: str, change: str) -> str:
+    """The error of a training whose sampler draws other rows on each rank. An evaluation came first, so that its first
+    batch is not the first one of the mesh."""
+    from hyper_cp.hf import Trainer
+
+    options = arguments(directory, train_sampling_strategy="random" if change == "seed" else change)
+    trainer = Trainer(make("llama"), options, train_dataset=samples(12), eval_dataset=samples(2), style=STYLE)
+    trainer.evaluate()
+    if change == "seed":
+        trainer.handler.seed_dropout(1)
+    return error_of(trainer.train)
+
+
+@pytest.mark.parametrize("change", ["seed", "batch_rebalance"])
+def test_other_rows_after_an_evaluation_are_refused(ranks: Any, tmp_path: Any, change: str) -> None:
+    for found in ranks(2, other_rows, str(tmp_path), change):
+        assert "the first batch of an epoch" in found, found
 
 
 @on_ranks
