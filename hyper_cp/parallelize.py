@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from ._torch import flex_patch
 from ._torch.modules import running_modules
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
 from .mesh.arguments import check_type
 from .mesh.cp_mesh import CPMesh
 from .module import attention_calls
-from .module.dispatch_mode import EnteredMode
+from .module.dispatch_mode import EnteredMode, dispatching
 from .module.guards import counts_from_0, takes_positions
 from .module.mixers.calls import is_mixer
 from .planner.cluster import cluster_of
@@ -211,6 +212,7 @@ def _found(model: nn.Module, example: Any, device_type: str) -> tuple[list[_Laye
             f"{type(model).__name__} are found in one forward. Pass the arguments of the model for a small whole "
             "batch, as a tuple or a dict: parallelize(model, mesh, (tokens[:1, :64],))"
         )
+    flex_patch.install(dispatching)
     calls = _Calls(model)
     with restore_model_state(model, device_type), torch.no_grad(), calls:
         _ = model(**example) if isinstance(example, Mapping) else model(*example)

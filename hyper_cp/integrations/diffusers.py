@@ -38,6 +38,7 @@ from ..module.dispatch_mode import current_call
 from ..module.mesh_binding import binding_of, bindings
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, styled_modules
+from .adapters import check_adapters
 
 IMAGE, PROMPT = "hidden_states", "encoder_hidden_states"
 """The arguments of blocks that hold the tokens of the image (or of all), and those of the prompt."""
@@ -377,6 +378,8 @@ class _Root:
             found.compared.clear()
             if found.place is not None:
                 found.place[1].compared.clear()
+        if self.parameters != names:
+            check_adapters(module)
         self.parameters = names
 
     def compare(self, caller: str, inputs: dict[str, Any]) -> None:

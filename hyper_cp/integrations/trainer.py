@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import transformers
 from accelerate.utils.operations import recursively_apply
@@ -18,11 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.collectives import by_rank
 from ..mesh.agreement import digest
+from ..module.mesh_binding import binding_of
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
-from .huggingface.checks import base_of
+from .huggingface.checks import base_of, decoder_of
+from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.two_sequences import stacks_of
 from .transformers import prepare_batch, prepare_model
+
+hooks_of_trainer: WeakKeyDictionary[Any, Iterable[Any]] = WeakKeyDictionary()
+"""The hooks by which a model takes whole batches, of its last trainer. Those of the next one replace them."""
 
 
 def where_split(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +120,18 @@ class ContextParallelTrainer:
                 "and takes the whole batch, but this trainer splits batches as one sequence. Call prepare_model and "
                 "write the loop (docs/guide/encoders.md), or train with cp_size=1"
             )
-        prepare_model(model, mesh, style=self.style, chunked_loss=self.chunked_loss)
+        self._prepare_once(base_of(model), mesh, self.chunked_loss)
+
+    def _prepare_once(self, model: Any, mesh: DeviceMesh, chunked_loss: bool = False) -> None:
+        """Prepare a model, unless a trainer before this one has prepared it alike."""
+        for handle in hooks_of_trainer.pop(model, ()):
+            handle.remove()
+        binding = binding_of(decoder_of(model))
+        chunked = isinstance(getattr(model.loss_function, "__self__", None), ChunkedLoss)
+        if binding is not None and chunked == chunked_loss and binding.stack[0].mesh == mesh:
+            if repr(binding.style) == repr(self.style):
+                return
+        prepare_model(model, mesh, style=self.style, chunked_loss=chunked_loss)
 
     @where_split
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,7 @@ from ..module.model import begin_call
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read
 from ..style import ContextParallel, style_of
+from .adapters import check_adapters
 from .huggingface import forward, router_loss, sparse
 from .huggingface.attention import register, request_masks
 from .huggingface.checks import (
@@ -47,7 +48,6 @@ from .huggingface.checks import (
     POOLED,
     always_overlays,
     base_of,
-    check_adapters,
     check_dispatched,
     check_dropped_layers,
     check_entries,

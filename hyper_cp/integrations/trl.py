@@ -30,8 +30,8 @@ from ..mesh_swap import context_parallel_mesh
 from .huggingface.checks import base_of, check_entries
 from .huggingface.decoding import SplitModelCache
 from .huggingface.seams import cache_in
-from .trainer import ContextParallelTrainer, where_split
-from .transformers import generate_with, prepare_batch, prepare_model
+from .trainer import ContextParallelTrainer, hooks_of_trainer, where_split
+from .transformers import generate_with, prepare_batch
 
 _PACKING = ("packing", "eval_packing")
 
@@ -194,14 +194,18 @@ class ContextParallelTRL(ContextParallelTrainer):
         if not isinstance(base, GenericForSequenceClassification):
             super()._prepare_own(model, mesh)
             batches = _WholeBatches(base)
-            base.register_forward_pre_hook(batches.split, with_kwargs=True, prepend=True)
-            base.register_forward_hook(batches.gather, with_kwargs=True)
+            hooks_of_trainer[base] = (
+                base.register_forward_pre_hook(batches.split, with_kwargs=True, prepend=True),
+                base.register_forward_hook(batches.gather, with_kwargs=True),
+            )
             return
         body: Any = base.base_model
-        prepare_model(body, mesh, style=self.style)
+        self._prepare_once(body, mesh)
         batches = _WholeBatches(body)
-        body.register_forward_pre_hook(batches.split, with_kwargs=True, prepend=True)
-        base.score.register_forward_hook(lambda module, args, output: batches.whole(output))
+        hooks_of_trainer[body] = (
+            body.register_forward_pre_hook(batches.split, with_kwargs=True, prepend=True),
+            base.score.register_forward_hook(lambda module, args, output: batches.whole(output)),
+        )
 
     @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .._torch.flex_patch import plain_flex_attention
@@ -72,6 +73,8 @@ def _sdpa(
 ) -> AttentionRequest:
     """``F.scaled_dot_product_attention``."""
     _check_gqa(name, query, key, enable_gqa)
+    if isinstance(attn_mask, CausalBias) and attn_mask.seq_len_q == attn_mask.seq_len_kv:  # both variants are equal
+        is_causal, attn_mask = True, None
     return AttentionRequest(query, key, value, is_causal, scale, attn_mask, dropout_p=dropout_p)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import CausalBias
 
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_int, check_number, check_type
@@ -376,6 +377,11 @@ def check_kinds(call: Call) -> None:
         raise TypeError(
             f"attn_mask is a {type(call.mask).__name__}, not a tensor. It must be bool (True is visible) or floating, "
             "over global positions. Pass torch.tensor(...)"
+        )
+    if isinstance(call.mask, CausalBias):
+        raise TypeError(
+            f"attn_mask is torch's CausalBias of {call.mask.seq_len_q} x {call.mask.seq_len_kv} positions, a tensor "
+            "without values. Pass is_causal=True, or a mask with values, in which True is visible"
         )
     check_int("block", call.block, "Keys are selected in blocks of this size")
     if call.selected is not None:

@@ -128,6 +128,9 @@ def alone() -> tuple[list[str], dict[str, int]]:
     made, handler = prepared(make("llama").float(), 1)
     errors.append(error_of(lambda: made(**batch, return_dict=False)))
     errors.append(error_of(lambda: made(**batch, ignore_index=3)))
+    own = make("llama")
+    own.loss_function = lambda logits, labels, shift_labels, **_: logits.mean()
+    errors.append(error_of(lambda: prepared(own, 1)))
     adapted = make("llama")
     adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
     errors.append(error_of(lambda: prepared(adapted, 1)))
@@ -161,6 +164,7 @@ def test_alone_it_is_counted_and_what_a_model_does_to_logits_is_refused(ranks: A
         "makes whole logits without calling its lm_head",
         "got return_dict=False",
         "got ignore_index=3, but prepare_batch marks",
+        "LlamaForCausalLM has a loss_function of its own",
         "chunked_loss=True cannot be used with LlamaForCausalLM: head is a Sequential",
         "LlamaModel has no output layer of its own",
     ]

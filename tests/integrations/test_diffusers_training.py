@@ -151,9 +151,11 @@ def add_adapter(made: Any, seed: int) -> None:
 
 
 @on_ranks
-def with_adapters() -> tuple[float, float, str]:
-    """Adapters that are added before the first forward and after it; and such that each rank has drawn by itself."""
-    pytest.importorskip("peft")
+def with_adapters() -> tuple[float, float, str, str]:
+    """Adapters that are added before the first forward and after it; and such that each rank has drawn by itself, or
+    that average over tokens."""
+    from peft import LilyConfig
+
     found = []
     for ran in (False, True):
         alone, model, inputs = pair(FLUX)
@@ -165,13 +167,19 @@ def with_adapters() -> tuple[float, float, str]:
     _, model, inputs = pair(FLUX)
     model(**inputs)
     add_adapter(model, dist.get_rank())
-    return found[0], found[1], error_of(lambda: model(**inputs))
+    differ = error_of(lambda: model(**inputs))
+    _, model, inputs = pair(FLUX)
+    model(**inputs)
+    model.add_adapter(LilyConfig(r=4, target_modules=["to_q"]))
+    return found[0], found[1], differ, error_of(lambda: model(**inputs))
 
 
 def test_adapters_after_preparation(ranks: Any) -> None:
-    for before, after, differ in ranks(2, with_adapters):
+    pytest.importorskip("peft")
+    for before, after, differ, averages in ranks(2, with_adapters):
         assert max(before, after) <= 1e-9
         assert differ.startswith("ValueError: ") and "lora_A" in differ and "different weights" in differ, differ
+        assert "has a Lily adapter" in averages, averages
 
 
 # --------------------------------------------------------------------------- other attention

@@ -381,6 +381,9 @@ def wrong_use(case: str) -> None:
         model(**prepare_batch(handler, {"input_ids": tokens(24), "labels": tokens(24) % 2}))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
+    elif case == "two settings":
+        model, handler = prepared(hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, use_bidirectional_attention=True)))
+        model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "own positions of layers":
         model = model_of("llama4_text", **LLAMA4, no_rope_layers=[0, 1])
         model.model.layers[0].self_attn = Counts()
@@ -446,6 +449,9 @@ def wrong_use(case: str) -> None:
         model, handler = prepared(make("llama"))
         if case == "labels":
             model(**local, labels=labels)
+        elif case == "loss function":
+            model.loss_function = lambda logits, labels, **_: (logits[:, :-1] - labels[:, 1:, None]).mean()
+            model(**prepare_batch(handler, {"input_ids": tokens(24), "labels": tokens(24)}))
         elif case == "other pipeline":
             whole = {"input_ids": tokens(24), "labels": tokens(24)}
             model(**handler.get_batch_on_this_cp_rank(whole, shift_labels=True))
@@ -472,6 +478,8 @@ REFUSED = [
     ("question answering", "ValueError", "but the head of its model reads the whole sequence.*Pass the whole batch"),
     ("binary loss", "NotImplementedError", "ElectraForPreTraining got labels, but its forward computes the loss"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
+    ("loss function", "NotImplementedError", r"its loss_function \(wrong_use.*\) does not read shift_labels"),
+    ("two settings", "NotImplementedError", "GemmaAttention has is_causal=False, but its model asks for a causal mask"),
     ("own positions of layers", "NotImplementedError", "Llama4TextModel has Counts, which counts positions by itself"),
     ("labels of Llama 4", "ValueError", "Llama4ForCausalLM got labels without shift_labels"),
     ("chunks and layout", "NotImplementedError", r"chunked attention \(size 5\).*layout='per_document'"),

@@ -64,14 +64,25 @@ def adapted(code: str) -> dict[str, float]:
 
 @on_ranks
 def adapters_refused() -> list[str]:
-    from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+    import peft
+    from peft import LoraConfig, get_peft_model
 
     mesh, style, found = cp_mesh(), ContextParallel(ulysses_degree=1), []
-    invoked = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[3, 4], target_modules=["q_proj"])
+    task = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
     virtual = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-    for config in (PromptTuningConfig(**virtual), PrefixTuningConfig(**virtual), invoked):
-        model = get_peft_model(make("llama").float(), config)
-        prepare_model(model, mesh, style=style)
+    configs = [
+        *(peft.PromptTuningConfig(**virtual), peft.PrefixTuningConfig(**virtual)),
+        *(LoraConfig(**task, alora_invocation_tokens=[3, 4]), peft.AdaLoraConfig(**task, total_step=9, tinit=1)),
+        *(peft.LilyConfig(**task, r=4), peft.ShadowConfig(task_type="CAUSAL_LM")),
+        LoraConfig(**task, r=4, velora_config=peft.VeloraConfig(num_groups=8)),
+    ]
+    for config in configs:
+        model = make("llama").float()
+        if getattr(config, "peft_type", None) == peft.PeftType.LILY:
+            model = get_peft_model(prepare_model(model, mesh, style=style), config)
+        else:
+            model = get_peft_model(model, config)
+            prepare_model(model, mesh, style=style)
         local = prepare_batch(ContextParallelHandler(mesh, style), padded_batch())
         found.append(error_of(lambda model=model, local=local: model(**local)))
     return found
@@ -82,10 +93,13 @@ def test_peft(ranks: Any) -> None:
     pytest.importorskip("peft")
     for found in ranks(2, adapted, recipe("peft")):
         assert max(found.values()) <= 1e-9, found
-    for prompt, prefix, invoked in ranks(2, adapters_refused):
+    for prompt, prefix, invoked, adaptive, *others in ranks(2, adapters_refused):
         assert re.match("ValueError: .* got 14 tokens, but prepare_batch gave 11 to this rank.*prompt tuning", prompt)
         assert re.match("NotImplementedError: .* got (cache|past_key_values), a DynamicCache", prefix), prefix
         assert "has an activated LoRA adapter" in invoked, invoked
+        assert "has an AdaLoRA adapter" in adaptive, adaptive
+        for name, text in zip(("Lily", "Shadow", "VeLoRA"), others, strict=True):
+            assert f"has a {name} adapter" in text, text
 
 
 # --------------------------------------------------------------------------- TRL

@@ -19,6 +19,7 @@ from hyper_cp.ops import decode_attention
 from tests.harness.hf_models import SMALL, InDouble, make, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks
+from tests.integrations.test_accelerate import samples
 from tests.integrations.test_recipes import as_fsdp, reset_accelerate
 
 OPTIONS: dict[str, Any] = {
@@ -88,10 +89,12 @@ class AsFSDP:
         self.is_fsdp_enabled = True
 
 
-def build(kind: str, directory: str, way: str, rows: int, changes: Any = None, **more: Any) -> Any:
+def build(
+    kind: str, directory: str, way: str, rows: int, changes: Any = None, trained: Any = None, **more: Any
+) -> Any:
     """A trainer on ``rows`` rows of a rank: on one device, or under context parallelism on two ranks with DDP or FSDP2.
 
-    ``changes`` are of its config, and ``more`` its further arguments.
+    ``changes`` are of its config, ``trained`` is its model, and ``more`` its further arguments.
     """
     import transformers
     import trl
@@ -133,7 +136,7 @@ def build(kind: str, directory: str, way: str, rows: int, changes: Any = None, *
             given["rollout_func"] = rollouts
     made = config(**{**options, **(changes or {})})
     made.parallelism_config = parallelism  # afterwards: configs of GRPO and RLOO refuse it
-    return base(model, args=made, **{**given, **more})
+    return base(model if trained is None else trained, args=made, **{**given, **more})
 
 
 @contextmanager
@@ -198,6 +201,36 @@ def test_three_steps(ranks: Any, tmp_path: Path, kind: str, way: str, world: int
         assert max(errors) <= 1e-10, errors
         for name, value in found.items():
             assert value == pytest.approx(want[name], rel=2e-4, abs=1e-4), (name, value, want[name])
+
+
+@on_ranks
+def stages(directory: str, way: str) -> list[torch.Tensor]:
+    """Weights after three trainers, one after the other, of one model."""
+    import transformers
+
+    from hyper_cp import hf
+
+    first = build("DPO", directory, way, 3)
+    with InDouble(), backward_in_double():
+        first.train()
+        reset_accelerate()
+        options = transformers.TrainingArguments(**{**OPTIONS, "output_dir": directory, "max_steps": 2})
+        options.parallelism_config = first.args.parallelism_config
+        given = {"model": first.model, "args": options, "train_dataset": samples(16)}
+        if way == "alone":
+            transformers.Trainer(**given).train()
+        else:
+            hf.Trainer(**given, style=first.style).train()
+        build("DPO", directory, way, 3, trained=first.model).train()
+    return [p.detach() for p in first.model.parameters()]
+
+
+def test_one_trainer_after_the_other_of_a_model(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    make("llama").save_pretrained(tmp_path)
+    (want,) = ranks(1, stages, str(tmp_path), "alone")
+    for found in ranks(2, stages, str(tmp_path), "ddp"):
+        assert max(map(relative_error, found, want)) <= 1e-10
 
 
 @pytest.mark.parametrize("kind", ["DPO", "Reward", "KTO"])

@@ -331,6 +331,8 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out of what "
             "it returns, and pass logits and them to handler.mean_loss"
         )
+    if labels is not None:
+        _check_own_loss(model)
     reason = why_loss_is_wrong(model) if labels is not None or shifted is not None else None
     if reason is not None:
         raise NotImplementedError(
@@ -367,6 +369,21 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "batch through prepare_batch: images and audio are shared out for models that encode them in "
             "get_image_features and get_audio_features. For others compute inputs_embeds (and position_ids) of the "
             "whole sequence first, and pass these to it"
+        )
+
+
+def _check_own_loss(model: PreTrainedModel) -> None:
+    """Raise ``NotImplementedError`` for a loss function of the user's that reads labels which are not shifted."""
+    given: Any = vars(model).get("_loss_function")
+    function = inspect.unwrap(getattr(given, "func", given))  # of a partial or a compiled one
+    called = getattr(function, "forward", getattr(function, "__call__", None))
+    code = getattr(function if hasattr(function, "__code__") else called, "__code__", None)
+    if given is not None and code is not None and "shift_labels" not in (*code.co_varnames, *code.co_consts):
+        raise NotImplementedError(
+            f"{type(model).__name__} got labels, and its loss_function ({getattr(function, '__qualname__', function)}) "
+            "does not read shift_labels. It would shift labels within this rank's share, which is wrong at its ends. "
+            "Give it an argument shift_labels, which are shifted over the whole sequence, and divide the sum of the "
+            "losses by num_items_in_batch"
         )
 
 
@@ -424,17 +441,6 @@ def check_entries(batch: Mapping[str, Any]) -> Tensor:
 
 def _described(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-
-
-def check_adapters(decoder: nn.Module) -> None:
-    """Raise ``NotImplementedError`` for adapters of PEFT that read across positions."""
-    for name, module in decoder.named_modules():
-        variants = getattr(module, "lora_variant", None) or {}
-        if any(type(variants[adapter]).__name__.startswith("ALora") for adapter in variants):
-            raise NotImplementedError(
-                f"module {name!r} has an activated LoRA adapter, which begins where its invocation is found among the "
-                "tokens. Each rank has a share of them, and would not find it. Use a LoRA adapter without invocation"
-            )
 
 
 def check_dropped_layers(stacks: Iterable[nn.Module]) -> None:

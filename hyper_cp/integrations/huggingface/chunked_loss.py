@@ -125,6 +125,11 @@ class ChunkedLoss:
             check_head(head)
         except TypeError as error:
             raise NotImplementedError(f"chunked_loss=True cannot be used with {self.name}: {error}") from error
+        if "_loss_function" in vars(model):
+            raise NotImplementedError(
+                f"{self.name} has a loss_function of its own ({model.loss_function!r}), and chunked_loss=True computes "
+                "cross entropy. Use chunked_loss=False"
+            )
         self.attribute, self.whole, self.running = names[0], model.loss_function, False
 
     def attach(self, model: PreTrainedModel) -> None:
