@@ -206,6 +206,19 @@ class context_parallel:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
                 raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}. It can be sharded once. Drop it")
             seen.add(id(x))
+        _refuse_longer_tables(self._buffers, self._dims)
+
+
+def _refuse_longer_tables(buffers: list[Tensor], dims: list[int]) -> None:
+    """Raise ``ValueError`` for a table of positions, which has no batch dimension, with more rows than the tokens."""
+    lengths = {x.shape[dim] for x, dim in zip(buffers, dims, strict=True) if not x.is_floating_point() and dim % x.ndim}
+    for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if len(lengths) == 1 and x.is_floating_point() and not dim % x.ndim and x.shape[dim] > (length := max(lengths)):
+            raise ValueError(
+                f"buffers[{i}] of shape {tuple(x.shape)} is a table of {x.shape[dim]} positions, and the tokens have "
+                f"{length}. Each rank would get a part of the table that does not belong to its tokens. Pass the rows "
+                f"of the tokens, x[:{length}], as a view, and let the model read those"
+            )
 
 
 def _listed(argument: str, given: Any) -> list[Any]:

@@ -446,6 +446,9 @@ def wrong() -> dict[str, str]:
                 "twice in buffers": lambda: enter(x, x),
                 "1 of no_restore_buffers are not in buffers": lambda: enter(x, no_restore_buffers=[odd]),
                 "layout='zigzag' is unknown": lambda: enter(x, layout="zigzag"),
+                "is a table of 16 positions, and the tokens have 8": lambda: enter(
+                    x.long(), torch.zeros(16, 4), dims=[1, 0]
+                ),
                 "was made under inference_mode": lambda: enter(torch.inference_mode()(torch.zeros)(2, 8)),
                 "sharded by an enclosing block already": lambda: inside(lambda: enter(x)),
                 "dropout_p=1.0 must be a probability below 1": lambda: inside(

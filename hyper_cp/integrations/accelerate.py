@@ -12,10 +12,13 @@ with sliding windows, and does not start on CPU. Here::
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import accelerate
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,6 +67,7 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
             "run in place of this one. Install an accelerate version that hyper_cp supports"
         )
     accelerator._prepare_cp = partial(_prepare, mesh, style)
+    accelerator.prepare_scheduler = partial(_prepare_scheduler, accelerator, accelerator.prepare_scheduler)
     accelerator._cp_context = partial(_block, mesh, style)
     return handler
 
@@ -95,6 +99,28 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
                     "to tokens. Give both one style"
                 )
     return args
+
+
+class _Scheduler(AcceleratedScheduler):
+    """Accelerate's scheduler, which steps once for each rank whose batch another rank does not have. Accelerate's own
+    counts all ranks, and those of a cp mesh share a batch."""
+
+    copies = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        steps = self.copies if self.step_with_optimizer and self.gradient_state.sync_gradients else 1
+        for _ in range(steps):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                super().step(*args, **kwargs)
+
+
+def _prepare_scheduler(accelerator: accelerate.Accelerator, prepare: Callable[[Any], Any], scheduler: Any) -> Any:
+    """What ``accelerator.prepare`` makes of a scheduler, for the data-parallel ranks."""
+    made = prepare(scheduler)
+    if type(made) is AcceleratedScheduler and not made.split_batches:
+        made.__class__, made.split_batches = _Scheduler, True
+        made.copies = accelerator.parallelism_config.data_parallel_size
+    return made
 
 
 def _block(mesh: DeviceMesh, style: ContextParallel, **buffers: Any) -> context_parallel:

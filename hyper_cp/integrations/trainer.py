@@ -134,6 +134,17 @@ class ContextParallelTrainer:
         prepare_model(model, mesh, style=self.style, chunked_loss=chunked_loss)
 
     @where_split
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model in DDP also if it has been evaluated before: accelerate would take it for wrapped, and no
+        gradient would be reduced (transformers 5.24, accelerate 1.15)."""
+        model: Any = self.model  # type: ignore[attr-defined]
+        if "_is_accelerate_prepared" in vars(model) and not self.is_fsdp_enabled:  # type: ignore[attr-defined]
+            del model._is_accelerate_prepared
+            models = self.accelerator._models  # type: ignore[attr-defined]
+            models[:] = [x for x in models if x is not model]
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    @where_split
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Batches of an epoch, as Trainer takes them. Ranks compare the first batch of each epoch: samplers may draw from
         random states that have come to differ, by a checkpoint of fewer ranks or by dropout."""

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,8 @@ class Agreement:
         """The number of plans that this rank has applied on the mesh, and the model of the last one."""
         self._tokens: dict[str, str] = {}
         """Digests of first batches that not all ranks have compared yet, by the number of their handler."""
-        self._handlers: WeakSet[Any] = WeakSet()
-        """The styles of handlers that have split their first batch."""
+        self._handlers: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
+        """The styles of handlers that have split a first batch: in training (True), in evaluation (False), or both."""
         self._first_batches = 0
         self._round, self._lock, self._compare_next = 0, threading.Lock(), False
         self._limit = store.timeout.total_seconds()
@@ -128,13 +128,14 @@ class Agreement:
 
     def compare_tokens_later(self, tokens: Tensor, style: object | None = None) -> None:
         """Compare a batch's integers with the next new model or attention call, if they are the first on this mesh, or
-        the first of the handlers of a style.
+        the first of the handlers of a style in training or in evaluation, whose samplers are others.
 
         Not at once: a data loader's thread may split batches at other times on other ranks. And not those of the
         second style in such a thread: the order of several threads differs between ranks.
         """
         in_turn = style is not None and threading.current_thread() is threading.main_thread()
-        if self._first_batches and (not in_turn or style in self._handlers):
+        seen, training = self._handlers.get(style, set()), torch.is_grad_enabled()
+        if self._first_batches and (not in_turn or training in seen):
             return
         if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values
             return
@@ -142,7 +143,8 @@ class Agreement:
             self._tokens[str(self._first_batches)] = digest_of_tensor(tokens)
             self._first_batches += 1
             if style is not None:
-                self._handlers.add(style)
+                self._compare_next = self._compare_next or bool(seen)  # its calls may all be known
+                self._handlers[style] = seen | {training}
 
     def number_of_plan(self, model: object) -> int:
         """The number, among the plans of this mesh, of the one that is being applied to ``model``."""

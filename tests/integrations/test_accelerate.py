@@ -156,6 +156,37 @@ def test_accelerate_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: An
     assert max(ranks(2, accelerated_state, str(tmp_path), 1, 2)) <= 2e-5
 
 
+@on_ranks
+def scheduled(cp: int) -> list[list[float]]:
+    """Learning rates of two data-parallel ranks, in accumulations of two micro-batches: of a schedule, and of one that
+    ends."""
+    from hyper_cp.integrations.accelerate import enable
+
+    accelerator = accelerator_of(cp_size=cp, dp_shard_size=2)
+    accelerator.gradient_accumulation_steps = 2
+    if cp > 1:
+        enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail"))
+    found = []
+    for kind, options in (("StepLR", {"step_size": 1}), ("OneCycleLR", {"max_lr": 1.0, "total_steps": 12})):
+        weight = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        optimizer, scheduler = accelerator.prepare(inner, getattr(torch.optim.lr_scheduler, kind)(inner, **options))
+        found.append([])
+        for _ in range(8):
+            with accelerator.accumulate():
+                weight.grad = torch.ones(2)
+                optimizer.step()
+                scheduler.step()
+            found[-1].append(scheduler.get_last_lr()[0])
+    return found
+
+
+def test_a_schedule_counts_data_parallel_ranks(ranks: Any) -> None:
+    want = ranks(2, scheduled, 1)[0]
+    assert want[0][:3] == pytest.approx([1.0, 0.01, 0.01]) and len(set(want[1])) > 3
+    assert ranks(4, scheduled, 2) == [want] * 4
+
+
 # --------------------------------------------------------------------------- Trainer
 
 

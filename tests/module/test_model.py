@@ -217,12 +217,16 @@ def other_batches() -> list[str]:
     handler = ContextParallelHandler(cp_mesh(), second)
     model = parallelize_module(Model(), cp_mesh(), {"layers.*.inner": second})
     handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
-    return [*errors, outcome(model)[0], outcome(model)[0]]
+    errors += [outcome(model)[0], outcome(model)[0]]
+    with torch.no_grad():  # an evaluation, whose sampler is another one
+        handler.get_batch_on_this_cp_rank({"tokens": torch.arange(16)[None] * (3 + dist.get_rank())})
+        errors.append(outcome(model)[0])
+    return errors
 
 
 def test_the_first_batches_are_compared(ranks: Any) -> None:
-    for first, second, of_second_model, again in ranks(2, other_batches):
-        for error in (first, of_second_model):
+    for first, second, of_second_model, again, of_evaluation in ranks(2, other_batches):
+        for error in (first, of_second_model, of_evaluation):
             assert "different batch: ranks [1] have others (or none) than rank 0. The ranks of a cp mesh" in error
         assert (second, again) == ("", "")  # once
 
