@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..handler import ContextParallelHandler
 from ..mesh.arguments import check_type
+from ..module.guards import guard_model
 from ..module.latents import LatentLayer
 from ..module.mesh_binding import Binding, binding_of, describe
 from ..module.model import begin_call
@@ -215,7 +216,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
         The number of modules that were replaced.
 
     Raises:
-        ValueError: if there is none, or if one is parallel already.
+        ValueError: if there is none, if one is parallel already, or if another module mixes positions.
     """
     found = {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
     if not found:
@@ -228,6 +229,8 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
             raise ValueError(
                 f"{name} is context parallel already. Its sequence would be exchanged twice. Apply the style once"
             )
+    if mesh.size() > 1:
+        guard_model(model, style.allow)
     for name, module in found.items():
         at, _, child = name.rpartition(".")
         parent = model.get_submodule(at)
@@ -297,6 +300,7 @@ class PackedAttention(nn.Module):
         metadata = attention_metadata if attention_masks is None else attention_masks
         mesh, documents = begin_call(self.binding, self, lambda: (self._documents(metadata, q),))
         q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (q, k, v))
+        self.binding.positions = q.shape[2]
         cp, mode = mesh.view(heads, kv_heads), replace(self.binding.style.mode, window=self.window)  # type: ignore[arg-type]
         # is_causal=False: the module's window ends at the query, so it is causal already.
         call = Call(False, scale, None, documents)

@@ -152,6 +152,12 @@ def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
         _watch(root)
 
 
+def guard_model(root: nn.Module, allow: tuple[str, ...]) -> None:
+    """Guard a model whose attention modules were replaced, without a plan."""
+    refuse_mixing(Model(root, allow))
+    _watch(root)
+
+
 def guard_running(binding: Binding, module: nn.Module) -> None:
     """Guard the model in which a styled module runs for the first time, if its plan did not know that model: it was
     applied module by module, or to a container. Its next forward is watched."""

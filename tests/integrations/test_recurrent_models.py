@@ -183,3 +183,27 @@ def test_padding_that_mixers_would_take_otherwise_is_refused(ranks: Ranks) -> No
         assert re.match("ValueError: layout='balanced' .* Mamba2Mixer of Mamba2Model makes a bias", found["bias"])
         assert re.match("ValueError: Qwen3NextModel got one token on each rank", found["one token"])
         assert not any(found[case] for case in ("contiguous", "no bias", "one token behind")), found
+
+
+@on_ranks
+def later_positions() -> list[float]:
+    """Errors of logits of RecurrentGemma, which begins anew at position 0, in a batch whose positions begin at 3."""
+    model, ids, found = tiny_causal("recurrent_gemma"), tokens(16), []
+    positions = torch.arange(3, 19).expand(2, -1)
+    with torch.no_grad(), InDouble():
+        want = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        for layout in ("contiguous", "balanced"):
+            style = ContextParallel(ulysses_degree=1, kv_exchange="needed", layout=layout)
+            made = prepare_model(copy.deepcopy(model), cp_mesh(), style=style)
+            handler = ContextParallelHandler(cp_mesh(), style)
+            local = prepare_batch(handler, {"input_ids": ids, "position_ids": positions})
+            share = made(**local).logits
+            with handler.documents(local["context_parallel"].documents):
+                got = handler.combine(share, 1, length=16)
+            found.append((got - want).abs().max().item())
+    return found
+
+
+def test_positions_that_do_not_begin_at_0(ranks: Any) -> None:
+    for found in ranks(2, later_positions):
+        assert max(found) <= 1e-9, found

@@ -225,6 +225,18 @@ def test_a_class_for_the_transform_of_newer_versions(ranks: Any) -> None:
         assert max(x for x in found.values() if not isinstance(x, str)) <= 1e-10, found
 
 
+class Beside(nn.Module):
+    """A decoder, with something beside its inner attention."""
+
+    def __init__(self, extra: nn.Module | None) -> None:
+        super().__init__()
+        self.decoder, self.extra = decoder(), extra
+
+    def forward(self, x: torch.Tensor, masks: Any) -> torch.Tensor:
+        x = self.decoder(x, masks)
+        return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
+
+
 @on_ranks
 def refused() -> dict[str, str]:
     mesh, model, style = cp_mesh(), decoder(), ContextParallel(ulysses_degree=1)
@@ -244,6 +256,8 @@ def refused() -> dict[str, str]:
         }
     )
     apply_context_parallel(model, mesh, style)
+    beside = Beside(None).double()
+    apply_context_parallel(beside, mesh, style, "decoder.layers.*.inner_attention")
 
     def in_a_block() -> None:
         with ContextParallelHandler(mesh, style).documents(BOUNDARIES):
@@ -256,6 +270,12 @@ def refused() -> dict[str, str]:
             ),
             "NotImplementedError: .*masks of type Tensor.*cu_seq_q": lambda: model(x, torch.ones(32, 32)),
             "NotImplementedError: .*called with score_mod": lambda: model(x, metadata(), score_mod=lambda *args: 0),
+            "RuntimeError: module '' .Beside. calls F.scaled_dot_product_attention on this rank's share": lambda: beside(
+                x, metadata()
+            ),
+            "module 'extra' .Conv1d. convolves 3 neighbouring positions": lambda: apply_context_parallel(
+                Beside(nn.Conv1d(16, 16, 3)), mesh, style, "decoder.layers.*.inner_attention"
+            ),
             "inside handler.documents": in_a_block,
             "NotImplementedError: .*cu_seq_q and cu_seq_k that differ": lambda: model(x, unequal),
         }

@@ -47,12 +47,13 @@ def convolved(conv: Any, state: ForwardState, x: Tensor) -> Tensor:
 
 
 def forgetting(unit: Any, state: ForwardState, activations: Tensor, position_ids: Tensor) -> Tensor:
-    """The forward of a unit, which takes position 0 for the first one of a sequence: so is that of each document."""
+    """The forward of a unit, which takes position 0 for the first one of a sequence: so is that of each document behind
+    another one."""
     where = _where(unit, state)
     cp, documents = where["mesh"], read(where["documents"])
     if documents is not None:
         at = resolve(where["layout"], cp.size, activations.shape[1] * cp.size, documents).positions(cp.rank)
-        first = documents.numbers(at) != documents.numbers(at - 1)
+        first = (documents.numbers(at) != documents.numbers(at - 1)) & (at > 0)
         position_ids = torch.where(first.to(position_ids.device), 0, position_ids)
     out: Tensor = type(unit).forward(unit, activations, position_ids)
     return out
