@@ -87,6 +87,17 @@ def calls_running(module: nn.Module) -> int:
     return sum(running is module for running in running_modules())
 
 
+def bypassed(module: nn.Module) -> bool:
+    """True if ``module.forward`` is on the stack of this thread, and no call of the module: its hooks have not run."""
+    frame, forward = inspect.currentframe(), False
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals["self"] is module:
+            return False
+        forward = forward or (frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module)
+        frame = frame.f_back
+    return forward
+
+
 def is_compiled(module: nn.Module) -> bool:
     """True for the result of ``torch.compile(module)``, and for a module that was ``module.compile()``d."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None

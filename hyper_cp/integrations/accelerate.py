@@ -115,7 +115,7 @@ class _Scheduler(AcceleratedScheduler):
 
 
 def _prepare_scheduler(accelerator: accelerate.Accelerator, prepare: Callable[[Any], Any], scheduler: Any) -> Any:
-    """What ``accelerator.prepare`` makes of a scheduler, for the data-parallel ranks."""
+    """The scheduler that ``accelerator.prepare`` makes, for the data-parallel ranks."""
     made = prepare(scheduler)
     if type(made) is AcceleratedScheduler and not made.split_batches:
         made.__class__, made.split_batches = _Scheduler, True

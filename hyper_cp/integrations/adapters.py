@@ -21,9 +21,9 @@ def check_adapters(decoder: nn.Module) -> None:
         file = type(module).__module__
         if "peft.tuners.adalora" in file:
             raise NotImplementedError(
-                f"module {name!r} has an AdaLoRA adapter. Its model adds a term to the loss (orth_reg_weight), here once "
-                "on each rank, and calls the forward of the model inside without its hooks. Use another adapter, such "
-                "as LoRA"
+                f"module {name!r} has an AdaLoRA adapter. Its model adds a term to the loss (orth_reg_weight), here "
+                "once on each rank, and calls the forward of the model inside without its hooks. Use another adapter, "
+                "such as LoRA"
             )
         method = next((kind for part, kind in _OVER_TOKENS.items() if part in file or part in " ".join(kinds)), None)
         if method is not None:

@@ -128,10 +128,9 @@ class ContextParallelTrainer:
             handle.remove()
         binding = binding_of(decoder_of(model))
         chunked = isinstance(getattr(model.loss_function, "__self__", None), ChunkedLoss)
-        if binding is not None and chunked == chunked_loss and binding.stack[0].mesh == mesh:
-            if repr(binding.style) == repr(self.style):
-                return
-        prepare_model(model, mesh, style=self.style, chunked_loss=chunked_loss)
+        alike = binding is not None and chunked == chunked_loss and binding.stack[0].mesh == mesh
+        if not alike or binding is None or repr(binding.style) != repr(self.style):
+            prepare_model(model, mesh, style=self.style, chunked_loss=chunked_loss)
 
     @where_split
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,8 +145,8 @@ class ContextParallelTrainer:
 
     @where_split
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Batches of an epoch, as Trainer takes them. Ranks compare the first batch of each epoch: samplers may draw from
-        random states that have come to differ, by a checkpoint of fewer ranks or by dropout."""
+        """Batches of an epoch, as Trainer takes them. Ranks compare the first batch of each epoch: samplers may draw
+        from random states that have come to differ, by a checkpoint of fewer ranks or by dropout."""
         found = super().get_batch_samples(epoch_iterator, *args, **kwargs)  # type: ignore[misc]
         if self._epoch() is not epoch_iterator:
             self._epoch = ref(epoch_iterator)
@@ -211,8 +210,9 @@ class ContextParallelTrainer:
 
     @where_split
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's output, whose ``training_loss`` has losses in it that were not logged: of all ranks, as logged ones."""
-        self._tr_loss = by_rank(self.handler.mesh, self._tr_loss.reshape(1)).mean()
+        """Trainer's output, whose ``training_loss`` has losses in it that were not logged: those of all ranks."""
+        own = vars(self)
+        own["_tr_loss"] = by_rank(self.handler.mesh, own["_tr_loss"].reshape(1)).mean()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     @where_split
@@ -257,7 +257,7 @@ class ContextParallelTrainer:
 
 
 def _contents(x: Any) -> Any:
-    """What the ranks compare of a value in a batch that is no number or text: tokens, and not floating-point values."""
+    """The part of a value in a batch that ranks compare: tokens and text, and no floating-point values."""
     if isinstance(x, Tensor) and not x.is_floating_point():
         return x.tolist()
     return dict(x) if isinstance(x, Mapping) else type(x).__name__

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeGuard, cast
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.masking_utils import create_masks_for_generate
 
+from .._torch.modules import bypassed
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
 from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
@@ -143,7 +145,7 @@ def prepare_model(
             f"style has window={style.mode.window}. The model says which of its layers have a sliding window. Leave it "
             "out"
         )
-    stacks = stacks_of(model) or (decoder,)
+    stacks: tuple[Any, ...] = stacks_of(model) or (decoder,)
     for stack in stacks:
         check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
@@ -151,6 +153,7 @@ def prepare_model(
     hooks = [DecoderHook(style, mesh, stack, layers_of(model, stack)) for stack in stacks]
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
+        hook.around = hook.around if model is stack else ref(model)
         attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:
@@ -450,6 +453,8 @@ class DecoderHook:
         self.cross = cross_attention(decoder)
         self.made_mask = False
         """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
+        self.around: Callable[[], Any] = lambda: None
+        """The model around this decoder, which has hooks of its own."""
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
 
@@ -517,6 +522,12 @@ class DecoderHook:
             if not self.adapters_checked:
                 check_adapters(module)
                 self.adapters_checked = True
+            around = self.around()
+            if around is not None and mesh.parallel and bypassed(around):
+                raise RuntimeError(
+                    f"{type(around).__name__}.forward(...) was called, which leaves out the hooks of the model: what "
+                    "its head reads, and its losses, would be those of this rank's share. Call model(...)"
+                )
             tokens = args[0] if args else kwargs.get("input_ids")
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))

@@ -134,7 +134,8 @@ class Agreement:
         second style in such a thread: the order of several threads differs between ranks.
         """
         in_turn = style is not None and threading.current_thread() is threading.main_thread()
-        seen, training = self._handlers.get(style, set()), torch.is_grad_enabled()
+        seen = set() if style is None else self._handlers.get(style, set())
+        training = torch.is_grad_enabled()
         if self._first_batches and (not in_turn or training in seen):
             return
         if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values

@@ -18,7 +18,9 @@ pytest.importorskip("diffusers")
 
 
 @on_ranks
-def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], backend: str, whole: bool) -> tuple[float, int, int]:
+def compiled(
+    name: str, changes: dict[str, Any], mode: dict[str, Any], backend: str, whole: bool
+) -> tuple[float, int, int]:
     """The largest error against the model that is not prepared, the number of graphs, and of further ones in a second
     step. A function may have four graphs: the first block has one of its own, and there may be two lists of blocks."""
     from torch._dynamo.utils import counters

@@ -381,6 +381,10 @@ def wrong_use(case: str) -> None:
         model(**prepare_batch(handler, {"input_ids": tokens(24), "labels": tokens(24) % 2}))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
+    elif case == "forward":
+        model, handler = prepared(hf.LlamaForQuestionAnswering(config))
+        ends = torch.tensor([3, 4])
+        model.forward(input_ids=tokens(24), start_positions=ends, end_positions=ends)
     elif case == "two settings":
         model, handler = prepared(hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, use_bidirectional_attention=True)))
         model(**prepare_batch(handler, {"input_ids": tokens(24)}))
@@ -478,6 +482,7 @@ REFUSED = [
     ("question answering", "ValueError", "but the head of its model reads the whole sequence.*Pass the whole batch"),
     ("binary loss", "NotImplementedError", "ElectraForPreTraining got labels, but its forward computes the loss"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
+    ("forward", "RuntimeError", r"LlamaForQuestionAnswering.forward\(...\) was called, which leaves out the hooks"),
     ("loss function", "NotImplementedError", r"its loss_function \(wrong_use.*\) does not read shift_labels"),
     ("two settings", "NotImplementedError", "GemmaAttention has is_causal=False, but its model asks for a causal mask"),
     ("own positions of layers", "NotImplementedError", "Llama4TextModel has Counts, which counts positions by itself"),

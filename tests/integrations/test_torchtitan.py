@@ -270,8 +270,8 @@ def refused() -> dict[str, str]:
             ),
             "NotImplementedError: .*masks of type Tensor.*cu_seq_q": lambda: model(x, torch.ones(32, 32)),
             "NotImplementedError: .*called with score_mod": lambda: model(x, metadata(), score_mod=lambda *args: 0),
-            "RuntimeError: module '' .Beside. calls F.scaled_dot_product_attention on this rank's share": lambda: beside(
-                x, metadata()
+            "RuntimeError: module '' .Beside. calls F.scaled_dot_product_attention on this rank's share": lambda: (
+                beside(x, metadata())
             ),
             "module 'extra' .Conv1d. convolves 3 neighbouring positions": lambda: apply_context_parallel(
                 Beside(nn.Conv1d(16, 16, 3)), mesh, style, "decoder.layers.*.inner_attention"

@@ -89,9 +89,7 @@ class AsFSDP:
         self.is_fsdp_enabled = True
 
 
-def build(
-    kind: str, directory: str, way: str, rows: int, changes: Any = None, trained: Any = None, **more: Any
-) -> Any:
+def build(kind: str, directory: str, way: str, rows: int, changes: Any = None, trained: Any = None, **more: Any) -> Any:
     """A trainer on ``rows`` rows of a rank: on one device, or under context parallelism on two ranks with DDP or FSDP2.
 
     ``changes`` are of its config, ``trained`` is its model, and ``more`` its further arguments.

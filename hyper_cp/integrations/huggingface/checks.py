@@ -376,7 +376,7 @@ def _check_own_loss(model: PreTrainedModel) -> None:
     """Raise ``NotImplementedError`` for a loss function of the user's that reads labels which are not shifted."""
     given: Any = vars(model).get("_loss_function")
     function = inspect.unwrap(getattr(given, "func", given))  # of a partial or a compiled one
-    called = getattr(function, "forward", getattr(function, "__call__", None))
+    called = getattr(function, "forward", type(function).__call__ if callable(function) else None)
     code = getattr(function if hasattr(function, "__code__") else called, "__code__", None)
     if given is not None and code is not None and "shift_labels" not in (*code.co_varnames, *code.co_consts):
         raise NotImplementedError(
