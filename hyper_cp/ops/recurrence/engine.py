@@ -92,7 +92,12 @@ def _forward(
         nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
         states, last = work.passing(maps).forward(maps.P)
-        return work.segments.join(maps.O + maps.Q @ states).to(v.dtype).contiguous(), last
+        return _own_memory(work.segments.join(maps.O + maps.Q @ states).to(v.dtype)), last
+
+
+def _own_memory(x: Tensor) -> Tensor:
+    """A contiguous tensor that is no view: outputs of ops may be written to in place."""
+    return x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("hyper_cp::linear_recurrence_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

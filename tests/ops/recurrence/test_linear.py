@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallelHandler
 from hyper_cp.mesh.comm import record_traffic
-from hyper_cp.ops import causal_conv1d, linear_recurrence
+from hyper_cp.ops import causal_conv1d, linear_recurrence, windows
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 from tests.harness.recurrence_oracle import convolve, recur
@@ -202,3 +202,24 @@ def errors_of_convolutions() -> dict[str, float]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_rows_before_each_range_travel(world: int, ranks: Ranks) -> None:
     check(ranks(world, errors_of_convolutions), 1e-12)
+
+
+@on_ranks
+def written_in_place() -> list[str]:
+    """Errors of writes to outputs, in pieces of one token, too."""
+    mesh, found = cp_mesh(), []
+    for tokens in (2, 4):
+        for layout in ("contiguous", "head_tail"):
+            for documents in (None, [0, 1, 2 * tokens], [0, 2 * tokens - 1, 2 * tokens]):
+                where: dict[str, Any] = {"mesh": mesh, "layout": layout, "documents": documents}
+                q, k, v = (torch.randn(1, tokens, 2, 4, requires_grad=True) for _ in range(3))
+                out = linear_recurrence(q, k, v, -torch.rand(1, tokens, 2), **where)
+                rows = causal_conv1d(torch.randn(1, 3, tokens, requires_grad=True), torch.randn(3, 2), **where)
+                around = windows(torch.randn(1, tokens, 3, requires_grad=True), 2, **where)
+                found += [error_of(lambda x=x: x.flatten(1).mul_(0.5).sum().backward()) for x in (out, rows, around)]
+    return found
+
+
+def test_outputs_may_be_written_to(ranks: Ranks) -> None:
+    for found in ranks(2, written_in_place):
+        assert not any(found), found
