@@ -215,7 +215,7 @@ def written_in_place() -> list[str]:
                 q, k, v = (torch.randn(1, tokens, 2, 4, requires_grad=True) for _ in range(3))
                 out = linear_recurrence(q, k, v, -torch.rand(1, tokens, 2), **where)
                 rows = causal_conv1d(torch.randn(1, 3, tokens, requires_grad=True), torch.randn(3, 2), **where)
-                around = windows(torch.randn(1, tokens, 3, requires_grad=True), 2, **where)
+                around = windows(torch.randn(1, tokens, 3, requires_grad=True), (1, 0), **where)
                 found += [error_of(lambda x=x: x.flatten(1).mul_(0.5).sum().backward()) for x in (out, rows, around)]
     return found
 
