@@ -110,7 +110,8 @@ class _Scheduler(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         steps = self.copies if self.step_with_optimizer and self.gradient_state.sync_gradients else 1
         for _ in range(steps):
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+            total = getattr(self.scheduler, "total_steps", math.inf)
+            if total == math.inf or self.scheduler._step_count <= total:
                 super().step(*args, **kwargs)
 
 

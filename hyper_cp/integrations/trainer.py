@@ -15,6 +15,7 @@ from accelerate.utils.operations import recursively_apply
 from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ..data.collectives import by_rank
 from ..mesh.agreement import digest
@@ -136,11 +137,13 @@ class ContextParallelTrainer:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Wrap the model in DDP also if it has been evaluated before: accelerate would take it for wrapped, and no
         gradient would be reduced (transformers 5.24, accelerate 1.15)."""
-        model: Any = self.model  # type: ignore[attr-defined]
-        if "_is_accelerate_prepared" in vars(model) and not self.is_fsdp_enabled:  # type: ignore[attr-defined]
-            del model._is_accelerate_prepared
-            models = self.accelerator._models  # type: ignore[attr-defined]
-            models[:] = [x for x in models if x is not model]
+        own: Any = self
+        wrapped = getattr(own.model_wrapped, "_orig_mod", own.model_wrapped)  # of a compiled one
+        if not (isinstance(wrapped, DistributedDataParallel) or own.is_fsdp_enabled or own.is_deepspeed_enabled):
+            models = own.accelerator._models
+            models[:] = [x for x in models if x not in (own.model, own.model_wrapped)]
+            vars(own.model).pop("_is_accelerate_prepared", None)
+            own.model_wrapped = own.model
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     @where_split
@@ -149,7 +152,10 @@ class ContextParallelTrainer:
         from random states that have come to differ, by a checkpoint of fewer ranks or by dropout."""
         found = super().get_batch_samples(epoch_iterator, *args, **kwargs)  # type: ignore[misc]
         if self._epoch() is not epoch_iterator:
-            self._epoch = ref(epoch_iterator)
+            try:
+                self._epoch = ref(epoch_iterator)
+            except TypeError:  # the iterator of a list
+                self._epoch = partial(lambda x: x, epoch_iterator)
             first = digest(json.dumps(found[0][:1], default=_contents, skipkeys=True).encode())
             same = (("the first batch of an epoch", first),)
             self.handler.cp.agree("batch", (), type(self).__name__, once=same, always=True)
@@ -259,5 +265,5 @@ class ContextParallelTrainer:
 def _contents(x: Any) -> Any:
     """The part of a value in a batch that ranks compare: tokens and text, and no floating-point values."""
     if isinstance(x, Tensor) and not x.is_floating_point():
-        return x.tolist()
+        return [*x.shape, digest(x.cpu().contiguous().numpy().tobytes())]
     return dict(x) if isinstance(x, Mapping) else type(x).__name__

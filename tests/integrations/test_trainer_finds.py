@@ -84,13 +84,15 @@ def test_tokens_operations_and_losses_are_counted_once(ranks: Any, tmp_path: Any
 
 
 @on_ranks
-def evaluated_before(directory: str, again: bool) -> tuple[float, float]:
+def evaluated_before(directory: str, way: str) -> tuple[float, float]:
     """A training after an evaluation, by the same trainer or by another one of the model."""
     from hyper_cp.hf import Trainer
 
     model, oracle = make("llama"), make("llama")
-    for _ in range(1 + again):
-        trainer = Trainer(model, arguments(directory), train_dataset=samples(4), eval_dataset=samples(2), style=STYLE)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"} if way == "compiled" else {}
+    for _ in range(1 + (way == "twice")):
+        options = arguments(directory, **compiled)
+        trainer = Trainer(model, options, train_dataset=samples(4), eval_dataset=samples(2), style=STYLE)
         with InDouble():
             trainer.evaluate()
     with InDouble():
@@ -98,9 +100,9 @@ def evaluated_before(directory: str, again: bool) -> tuple[float, float]:
     return errors(trainer, model, trained_alone(oracle), oracle)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_training_after_an_evaluation(ranks: Any, tmp_path: Any, again: bool) -> None:
-    for loss, weights in ranks(2, evaluated_before, str(tmp_path), again):
+@pytest.mark.parametrize("way", ["once", "twice", "compiled"])
+def test_a_training_after_an_evaluation(ranks: Any, tmp_path: Any, way: str) -> None:
+    for loss, weights in ranks(2, evaluated_before, str(tmp_path), way):
         assert loss < 1e-6 and weights < 1e-10
 
 
