@@ -36,6 +36,7 @@ from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, rea
 from ..data.sharding import Shares, documents_for, local_share
 from ..handler import ContextParallelHandler
 from ..mesh.arguments import check_type
+from ..module.guards import watch
 from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
 from ..module.model import begin_call
@@ -154,6 +155,8 @@ def prepare_model(
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
         hook.around = hook.around if model is stack else ref(model)
+        if hook.binding.active.parallel:
+            watch(stack)
         attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:
@@ -530,6 +533,7 @@ class DecoderHook:
                 )
             tokens = args[0] if args else kwargs.get("input_ids")
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+            self.binding.positions = tokens.shape[1]
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             if batch.padding_counts and not self.hides_padding:

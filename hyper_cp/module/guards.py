@@ -149,13 +149,13 @@ def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
     binding.applied = ref(root), 0 if agreement is None else agreement.number_of_plan(root)
     binding.first_call = guard_running
     if root is not module and not _watched(root):
-        _watch(root)
+        watch(root)
 
 
 def guard_model(root: nn.Module, allow: tuple[str, ...]) -> None:
     """Guard a model whose attention modules were replaced, without a plan."""
     refuse_mixing(Model(root, allow))
-    _watch(root)
+    watch(root)
 
 
 def guard_running(binding: Binding, module: nn.Module) -> None:
@@ -167,14 +167,15 @@ def guard_running(binding: Binding, module: nn.Module) -> None:
     style, views = binding.style, binding.active.views
     sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
     refuse_mixing(Model(root, style.allow), (type(module),) if sees_all else ())
-    _watch(root)
+    watch(root)
 
 
 def _watched(root: nn.Module) -> bool:
     return any(isinstance(owner, FirstForward) for owner in hook_owners(root))
 
 
-def _watch(root: nn.Module) -> None:
+def watch(root: nn.Module) -> None:
+    """Watch the next forward of a model for attention that is not routed, and for positions counted locally."""
     first = FirstForward()
     root.register_forward_pre_hook(first.before, prepend=True)
     root.register_forward_hook(first.after, always_call=True)

@@ -18,6 +18,7 @@ from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
 from ...mesh.agreement import digest
 from ...module.mixers.calls import is_mixer
+from ...module.mixing import mixing as why_mixing
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import sparse
@@ -138,6 +139,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
             "with rotary or learned positions"
         )
+    _check_own_modules(model, decoder)
     by_itself = not decoder._can_set_attn_implementation()
     if has_attention(decoder) and by_itself and not direct_attention(decoder) and not written_attention(decoder):
         raise NotImplementedError(
@@ -224,6 +226,27 @@ def mixers_of(decoder: nn.Module) -> list[nn.Module]:
     return [module for module in decoder.modules() if is_mixer(type(module)) or is_lightning(module)]
 
 
+def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ``NotImplementedError`` for modules of users that read other positions of this rank's share only."""
+    if decoder._can_set_attn_implementation():
+        for name, module in decoder.named_modules():
+            if isinstance(module, nn.MultiheadAttention) or _writes_attention(module):
+                raise NotImplementedError(
+                    f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__} computes attention by "
+                    "itself, over this rank's share. Let it call ALL_ATTENTION_FUNCTIONS.get_interface(...), as the "
+                    "attention of transformers' models does"
+                )
+    head = model.get_output_embeddings()
+    inside = list(head.modules()) if isinstance(head, nn.Module) else []
+    for module in inside:
+        does = "attends to positions" if isinstance(module, nn.MultiheadAttention) else why_mixing(module)
+        if does is not None:
+            raise NotImplementedError(
+                f"the output layer of {type(model).__name__} has {type(module).__name__}, which {does}: those of this "
+                "rank's share. Apply it to the gathered output of the model"
+            )
+
+
 def has_attention(decoder: nn.Module) -> bool:
     """False for a decoder that consists of mixers only: it needs neither positions nor attention masks."""
     mixers = mixers_of(decoder)
@@ -273,7 +296,37 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     source = "".join(source_of(type(module).forward) for module in outside)  # a head may be inside (BLIP)
     if OWN_LOSS.search(source):
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
+    owner = _owner_of_forward(type(model))
+    if _is_foreign(owner):
+        source = source_of(owner.forward)  # type: ignore[attr-defined]
+        through = "super().forward(" in source and not re.search(r"\bloss\b|loss_function", source)
+        given = re.findall(r"self\.loss_function\([^)]*\*\*", source)
+        if not through and (len(given) != 1 or source.count("loss_function(") > 1 or "super().forward(" in source):
+            return (
+                "its forward, which is not one of transformers, computes the loss in a way that is not known: by "
+                "self.loss_function(logits, labels, ..., **kwargs), once, it would get shifted labels"
+            )
     return None
+
+
+def _owner_of_forward(kind: type) -> type:
+    """The class that defines the forward of a class."""
+    return next(x for x in kind.__mro__ if "forward" in vars(x))
+
+
+def _is_foreign(kind: type) -> bool:
+    """True for a class of a user, or of a model whose code comes with its weights."""
+    return not kind.__module__.startswith(("transformers.", "torch.", "peft.", "hyper_cp."))
+
+
+def _writes_attention(module: nn.Module) -> bool:
+    """True for a module of a user's that writes attention out, without transformers' AttentionInterface."""
+    owner = _owner_of_forward(type(module))
+    source = source_of(owner.forward) if _is_foreign(owner) else ""  # type: ignore[attr-defined]
+    if not any("Att" in x.__name__ for x in type(module).__mro__) and "attention_mask" not in source:
+        return False
+    product = re.search(r"matmul\(|bmm\(|einsum\(| @ ", source)
+    return "oftmax(" in source and product is not None and "get_interface(" not in source and "topk(" not in source
 
 
 def masks_by_types(model: nn.Module) -> bool:
