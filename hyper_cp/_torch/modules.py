@@ -143,6 +143,14 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
             )
 
 
+def count_compilations() -> int:
+    """The number of frames that were compiled in this process; 1 where the counter is missing."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
+    return sum(counter.values())
+
+
 _last_search: tuple[object, Callable[[], nn.Module | None], list[ref[nn.Module]]] = (None, lambda: None, [])
 """The last search: its key, the module whose plan was applied, and the compiled modules of the process."""
 
@@ -150,11 +158,7 @@ _last_search: tuple[object, Callable[[], nn.Module | None], list[ref[nn.Module]]
 def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     """Compiled modules that ``module`` may be part of: those in its plan, and all there are if any has run."""
     global _last_search
-    if "torch._dynamo" not in sys.modules:
-        return []
-    # How often each frame was compiled. Where the counter is missing, all objects are searched.
-    counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
-    compilations = sum(counter.values())
+    compilations = count_compilations()
     frame, root, _ = plan_being_applied()
     root = module if root is None else root
     found = [x for x in root.modules() if is_compiled(x)]

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.masking_utils import create_masks_for_generate
 
-from .._torch.modules import bypassed
+from .._torch.modules import bypassed, count_compilations
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
 from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
@@ -64,6 +64,7 @@ from .huggingface.checks import (
     makes_mask,
     masks_by_types,
     mixers_of,
+    own_attention,
     position_maker,
     sees_behind,
 )
@@ -449,6 +450,8 @@ class DecoderHook:
         self.compared = False
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
+        self.own = own_attention(decoder) if decoder._can_set_attn_implementation() else []
+        """Attention modules of users, which will have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
@@ -567,7 +570,21 @@ class DecoderHook:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End what ``before`` has begun; also after an exception."""
+        state, own = forward.running(), self.own
         forward.end(module)
+        if not own or output is None or not isinstance(state, ForwardState) or state.cache is not None:
+            return
+        self.own = []
+        if count_compilations():  # in graphs calls are not seen
+            return
+        without = [x for x in own if not any(x is y for y in (*state.callers, *([module] if state.callers else [])))]
+        if without:
+            name = next(name for name, x in module.named_modules() if x is without[0])
+            raise RuntimeError(
+                f"{f'module {name!r}' if name else 'the decoder'} ({type(without[0]).__name__}) has made no attention "
+                "call that context parallelism sees: it computes attention by itself, over this rank's share. Let it "
+                "call ALL_ATTENTION_FUNCTIONS.get_interface(...), as the attention of transformers' models does"
+            )
 
     def _check_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention; refuse a head that reads

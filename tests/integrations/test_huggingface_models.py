@@ -6,11 +6,13 @@ import contextlib
 import copy
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import convert_frame
 
 from hyper_cp import context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import MASKED, SEQ2SEQ, tiny_causal
@@ -360,6 +362,35 @@ class OwnLoss(hf.LlamaForCausalLM):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
+class WritesOut(hf.models.llama.modeling_llama.LlamaAttention):
+    """Attention that is written out; or in a function elsewhere; or that calls SDPA."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:
+        heads = (x(hidden_states).unflatten(-1, (-1, self.head_dim)) for x in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return self.o_proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+class Elsewhere(WritesOut):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        return WritesOut.forward(self, hidden_states)
+
+
+class CallsSDPA(WritesOut):
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class TwoLosses(hf.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+        return output
+
+
 class Counts(torch.nn.Module):
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         return hidden_states * torch.arange(hidden_states.shape[1])[:, None], None
@@ -381,6 +412,23 @@ def wrong_use(case: str) -> None:
         model(**prepare_batch(handler, {"input_ids": tokens(24), "labels": tokens(24) % 2}))
     elif case == "own loss":
         prepared(OwnLoss(config))[0](**local, labels=labels, shift_labels=labels, num_items_in_batch=1)
+    elif case.startswith("attention "):
+        kind = {"written out": WritesOut, "elsewhere": Elsewhere, "by SDPA": CallsSDPA}[case[10:]]
+        model = make("llama")
+        model.model.layers[1].self_attn = kind(model.config, 1).double()
+        model, handler = prepared(model)
+        with mock.patch.object(convert_frame, "FRAME_COMPILE_COUNTER", {}):  # as if nothing had been compiled
+            model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+    elif case == "registered attention":
+        hf.AttentionInterface.register("biased", biased)
+        prepared(hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="biased")))
+    elif case == "head over positions":
+        model = make("llama")
+        model.lm_head = torch.nn.Sequential(torch.nn.GRU(32, 61))
+        prepared(model)
+    elif case == "two losses":
+        model, handler = prepared(TwoLosses(config))
+        model(**prepare_batch(handler, {"input_ids": tokens(24), "labels": tokens(24)}))
     elif case == "forward":
         model, handler = prepared(hf.LlamaForQuestionAnswering(config))
         ends = torch.tensor([3, 4])
@@ -482,6 +530,20 @@ REFUSED = [
     ("question answering", "ValueError", "but the head of its model reads the whole sequence.*Pass the whole batch"),
     ("binary loss", "NotImplementedError", "ElectraForPreTraining got labels, but its forward computes the loss"),
     ("own loss", "NotImplementedError", "OwnLoss got labels, but its forward computes the loss.*handler.mean_loss"),
+    (
+        "attention written out",
+        "NotImplementedError",
+        r"'layers.1.self_attn' \(WritesOut\) of LlamaModel computes",
+    ),
+    ("attention elsewhere", "RuntimeError", r"'layers.1.self_attn' \(Elsewhere\) has made no attention call"),
+    ("attention by SDPA", "RuntimeError", r"\(CallsSDPA\) calls F.scaled_dot_product_attention on this rank's share"),
+    (
+        "registered attention",
+        "NotImplementedError",
+        "attn_implementation='biased' of LlamaModel names a function",
+    ),
+    ("head over positions", "NotImplementedError", "the output layer of LlamaForCausalLM has GRU, which carries"),
+    ("two losses", "NotImplementedError", "TwoLosses got labels, but its forward, which is not one of transformers"),
     ("forward", "RuntimeError", r"LlamaForQuestionAnswering.forward\(...\) was called, which leaves out the hooks"),
     ("loss function", "NotImplementedError", r"its loss_function \(wrong_use.*\) does not read shift_labels"),
     ("two settings", "NotImplementedError", "GemmaAttention has is_causal=False, but its model asks for a causal mask"),

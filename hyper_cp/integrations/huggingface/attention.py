@@ -275,6 +275,8 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
+    if not torch.compiler.is_compiling():
+        state.callers.append(module)
     if isinstance(position_bias, QueryBias) and options.get("sinks") is not None:
         position_bias, options = with_sinks(position_bias, state.style.mode.max_logits, options)
     none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, __version__
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
@@ -227,7 +227,18 @@ def mixers_of(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Raise ``NotImplementedError`` for modules of users that read other positions of this rank's share only."""
+    """Raise ``NotImplementedError`` for attention functions of users, which would be replaced, and for their modules
+    that read other positions of this rank's share only."""
+    chosen = decoder.config._attn_implementation
+    for kind, functions in (("attention", AttentionInterface()), ("mask", AttentionMaskInterface())):
+        function = None if "/" in str(chosen) else functions.get(chosen)  # with "/": a kernel of the hub
+        if function is not None and _is_foreign(inspect.unwrap(function)):
+            raise NotImplementedError(
+                f"attn_implementation={chosen!r} of {type(decoder).__name__} names a function of {kind} that was "
+                f"registered ({function.__module__}.{function.__qualname__}) and would be replaced. Choose one of "
+                "transformers' own, such as 'sdpa'; put a ContextParallel style on modules that call FlexAttention for "
+                "functions of scores and masks"
+            )
     if decoder._can_set_attn_implementation():
         for name, module in decoder.named_modules():
             if isinstance(module, nn.MultiheadAttention) or _writes_attention(module):
@@ -296,9 +307,10 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     source = "".join(source_of(type(module).forward) for module in outside)  # a head may be inside (BLIP)
     if OWN_LOSS.search(source):
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
-    owner = _owner_of_forward(type(model))
-    if _is_foreign(owner):
-        source = source_of(owner.forward)  # type: ignore[attr-defined]
+    given: Any = vars(model).get("forward", vars(_owner_of_forward(type(model)))["forward"])
+    function = inspect.unwrap(given)
+    if _is_foreign(function):
+        source = source_of(function)
         through = "super().forward(" in source and not re.search(r"\bloss\b|loss_function", source)
         given = re.findall(r"self\.loss_function\([^)]*\*\*", source)
         if not through and (len(given) != 1 or source.count("loss_function(") > 1 or "super().forward(" in source):
@@ -314,9 +326,20 @@ def _owner_of_forward(kind: type) -> type:
     return next(x for x in kind.__mro__ if "forward" in vars(x))
 
 
-def _is_foreign(kind: type) -> bool:
-    """True for a class of a user, or of a model whose code comes with its weights."""
-    return not kind.__module__.startswith(("transformers.", "torch.", "peft.", "hyper_cp."))
+def _is_foreign(kind: Any) -> bool:
+    """True for a class or function of a user, or of a model whose code comes with its weights."""
+    return not kind.__module__.startswith(("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp."))
+
+
+def own_attention(decoder: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder whose class is not one of transformers; itself, if its own is not and it has
+    none by their names."""
+    named = [
+        module
+        for module in decoder.modules()
+        if any("Att" in x.__name__ for x in type(module).__mro__) and _is_foreign(_owner_of_forward(type(module)))
+    ]
+    return named or ([decoder] if _is_foreign(_owner_of_forward(type(decoder))) and not mixers_of(decoder) else [])
 
 
 def _writes_attention(module: nn.Module) -> bool:
