@@ -19,6 +19,7 @@ from .mesh.arguments import check_type
 from .mesh.family import MeshFamily
 from .mesh_swap import context_parallel_mesh
 from .schedule.documents import documents_table
+from .schedule.layout import by_documents
 
 _IDLE_TOKENS = 8
 """Tokens of a step in which a rank has no micro-batch."""
@@ -72,8 +73,11 @@ class DynamicStep:
             batch.length, batch.padded_length = sum(m.lengths), m.length
             batch.documents = documents_table(m.documents)
         try:
-            with context_parallel_mesh(model, self.family.cp(self.degree)) as handler, handler.documents(batch):
-                yield handler
+            with context_parallel_mesh(model, self.family.cp(self.degree)) as handler:
+                if by_documents(handler.layout) and batch.documents is None:  # one sample without padding
+                    batch.documents = documents_table([0, batch.padded_length])
+                with handler.documents(batch):
+                    yield handler
         except BaseException:
             if self.family.agreement is not None:
                 self.family.agreement.compare_next_call()  # have the others been interrupted, too?

@@ -30,7 +30,8 @@ from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import StyledMesh, bindings, swapped
 from .ops import max_logits
 from .schedule import layout as layouts
-from .schedule.documents import documents_table, read, tokens_of
+from .schedule.documents import documents_table, mark_tokens, read, tokens_of
+from .schedule.layout import by_documents
 from .style import ContextParallel, style_of
 
 
@@ -336,6 +337,8 @@ class ContextParallelHandler(Shares):
         copied, ends = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length, ()
         if isinstance(cu_seqlens, LocalBatch) and not copied:
             table = cu_seqlens.documents
+            if table is not None and cu_seqlens.tokens is not None and tokens_of(table) is None:  # a copy
+                table = mark_tokens(table, cu_seqlens.tokens)
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(
                 f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
@@ -462,6 +465,7 @@ class ContextParallelHandler(Shares):
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
         logits = Logits(ignore_index, softcap, scale, chunk)
+        labels, mask = self._without_padding(labels, ignore_index), self._without_padding(mask, 0)
 
         def per_token(given: Tensor) -> Tensor:
             return token_losses(given, labels, head, logits)
@@ -469,6 +473,17 @@ class ContextParallelHandler(Shares):
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
         return loss.mean_loss(losses, per_token, labels, whole, check=check, **options)
+
+    def _without_padding(self, x: Tensor | None, value: int) -> Tensor | None:
+        """Labels, or a mask, with a value at positions with which a split has filled up the sequence, which must not
+        count. It fills up labels of a name that it does not know with 0, which may be a class."""
+        if x is None or torch.compiler.is_compiling():
+            return x
+        found = self.cp.batch.padding_of(tuple(x.shape))
+        if found is None or (by_documents(self.layout) and self.cp.batch.documents is None):
+            return x
+        padding = (self.position_ids(found[1]) >= found[0]).to(x.device)
+        return x.masked_fill(padding.repeat(x.numel() // len(padding) if x.ndim == 1 else 1), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Return the largest attention logit of each head of each module since the last call of this method, for

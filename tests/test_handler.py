@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -407,3 +409,39 @@ def test_ranks_draw_other_dropout_masks_once_they_are_seeded(ranks: Any) -> None
     for seeded in (False, True):
         (a, again), (b, _) = ranks(2, dropout_masks, seeded)
         assert a == again and (a != b) == seeded
+
+
+@on_ranks
+def copied_and_renamed() -> list[float]:
+    """Errors of a mean whose labels have a name of the user's, and of a pooled value of a batch that was pickled, in
+    batches that are padded."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+    handler = ContextParallelHandler(mesh, ContextParallel(ulysses_degree=1, layout="head_tail"))
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 9, 5, dtype=torch.float64, generator=g)
+    targets = torch.randint(5, (2, 9), generator=g)
+    batch = handler.get_batch_on_this_cp_rank({"logits": logits, "targets": targets}, {"logits": 1, "targets": 1})
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    for labels in (batch["targets"], batch["targets"].flatten()):
+        with handler.documents(batch):
+            given = batch["logits"] if labels.ndim == 2 else batch["logits"].flatten(0, 1)
+            found.append((handler.mean_loss(given, labels, elsewhere=True) - want).abs().item())
+            losses = F.cross_entropy(given.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+            every = torch.ones_like(labels, dtype=torch.bool)  # on padding, too
+            found.append((handler.mean_loss(losses, mask=every, elsewhere=True) - want).abs().item())
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    whole = {"x": logits, "attention_mask": mask}
+    copy = pickle.loads(pickle.dumps(handler.get_batch_on_this_cp_rank(whole, {"x": 1})))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no attention runs in this block
+        with handler.documents(copy):
+            pooled = handler.pool(copy["x"])
+    means = torch.stack([logits[0, 4:].mean(0), logits[1].mean(0)])[:, None]
+    found.append((pooled - means).abs().max().item() if pooled.shape == means.shape else 1.0)
+    return found
+
+
+def test_padded_batches_that_are_copied_or_have_other_names(ranks: Any) -> None:
+    for found in ranks(2, copied_and_renamed):
+        assert max(found) <= 1e-12, found

@@ -35,6 +35,8 @@ class LocalBatch:
 
     documents: Tensor | None = None
     """Boundaries of documents and padding as a CPU table ``[1 or B, m]``, for ``handler.documents(batch)``."""
+    tokens: Tensor | None = None
+    """``[1 or B, S]`` on the CPU: False on padding that is a document in ``documents``; None: there is none."""
     length: int = 0
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
@@ -124,6 +126,7 @@ def read_batch(
         shares = whole.split(fill, positions=named)
         found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
+        found.tokens = tokens_of(whole.table)
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
             handler.cp.batch.record_packed(labels)

@@ -376,6 +376,25 @@ def test_the_end_of_a_rank_that_leaves_a_step_out_ends_the_others(own_pool: Rank
 
 
 @on_ranks
+def filled(length: int) -> int:
+    """Positions of this rank in a step of one sample of two ranks, in a layout by documents."""
+    family, model = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))), model_of("")
+    style = ContextParallel(2, 1, ulysses_degree=1, kv_exchange="needed", layout="balanced")
+    parallelize_module(model, family.cp(2), {"layers.*.attention.inner": style})
+    scheduler = DynamicContextParallel(family, 20, CostModel(1.0, 0.02, 2.0), layout="balanced")
+    positions = 0
+    for step in dynamic_steps(scheduler.plan([length]), family):
+        with step.mesh(model) as handler:
+            positions += handler.dispatch(step.positions(), 1).shape[1]
+    return positions
+
+
+@pytest.mark.parametrize("length", [31, 32])
+def test_a_sample_that_fills_its_step_has_documents_where_the_layout_needs_them(ranks: Ranks, length: int) -> None:
+    assert ranks(2, filled, length) == [16, 16]
+
+
+@on_ranks
 def pooled(layout: str) -> dict[int, float]:
     """The number of tokens of each sample that this rank runs, counted by ``handler.pool``."""
     (family, plan), model, found = two_ranks(), model_of(""), {}
