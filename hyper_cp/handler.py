@@ -474,16 +474,16 @@ class ContextParallelHandler(Shares):
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
         return loss.mean_loss(losses, per_token, labels, whole, check=check, **options)
 
-    def _without_padding(self, x: Tensor | None, value: int) -> Tensor | None:
-        """Labels, or a mask, with a value at positions with which a split has filled up the sequence, which must not
-        count. It fills up labels of a name that it does not know with 0, which may be a class."""
-        if x is None or torch.compiler.is_compiling():
+    def _without_padding(self, x: Any, value: Any) -> Any:
+        """Labels, or a mask, ``[B, S/n]`` with a value at positions with which the split of the block's batch has
+        filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
+        may be a class."""
+        found = self.cp.batch.padding_in_block(tuple(x.shape)) if isinstance(x, Tensor) else None
+        if found is None or torch.compiler.is_compiling() or not is_int(value):
             return x
-        found = self.cp.batch.padding_of(tuple(x.shape))
-        if found is None or (by_documents(self.layout) and self.cp.batch.documents is None):
+        if by_documents(self.layout) and self.cp.batch.documents is None:
             return x
-        padding = (self.position_ids(found[1]) >= found[0]).to(x.device)
-        return x.masked_fill(padding.repeat(x.numel() // len(padding) if x.ndim == 1 else 1), value)
+        return x.masked_fill((self.position_ids(found[1]) >= found[0]).to(x.device), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Return the largest attention logit of each head of each module since the last call of this method, for

@@ -422,13 +422,17 @@ def copied_and_renamed() -> list[float]:
     targets = torch.randint(5, (2, 9), generator=g)
     batch = handler.get_batch_on_this_cp_rank({"logits": logits, "targets": targets}, {"logits": 1, "targets": 1})
     want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    for labels in (batch["targets"], batch["targets"].flatten()):
-        with handler.documents(batch):
-            given = batch["logits"] if labels.ndim == 2 else batch["logits"].flatten(0, 1)
-            found.append((handler.mean_loss(given, labels, elsewhere=True) - want).abs().item())
-            losses = F.cross_entropy(given.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
-            every = torch.ones_like(labels, dtype=torch.bool)  # on padding, too
-            found.append((handler.mean_loss(losses, mask=every, elsewhere=True) - want).abs().item())
+    given, labels = batch["logits"], batch["targets"]
+    with handler.documents(batch):
+        found.append((handler.mean_loss(given, labels, elsewhere=True) - want).abs().item())
+        losses = F.cross_entropy(given.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        every = torch.ones_like(labels, dtype=torch.bool)  # on padding, too
+        found.append((handler.mean_loss(losses, mask=every, elsewhere=True) - want).abs().item())
+    other = handler.dispatch(F.pad(targets, (0, 3), value=1), 1)  # a whole batch of that length, in no block
+    logits = F.pad(logits, (0, 0, 0, 3))
+    want = F.cross_entropy(logits.flatten(0, 1), F.pad(targets, (0, 3), value=1).flatten())
+    found.append((handler.mean_loss(handler.dispatch(logits, 1), other, elsewhere=True) - want).abs().item())
+    logits = logits[:, :9]
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     whole = {"x": logits, "attention_mask": mask}

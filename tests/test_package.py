@@ -63,6 +63,7 @@ VIEWS = "the tensor whose memory a view shares, for which PyTorch has no public 
 AUTOGRAD = "autograd inside an op, for which PyTorch has no public name: see the comment there"
 HOOKS = "the hooks of a module, for which PyTorch has no public name"
 READS = "read by transformers itself of a model's class or configuration"
+PREPARED = "how accelerate knows the models that it has wrapped; an evaluation marks them, too"
 PRIVATE_ELSEWHERE = {
     ("data/head.py", "_forward_hooks"): HOOKS,
     ("data/head.py", "_backward_pre_hooks"): HOOKS,
@@ -81,6 +82,15 @@ PRIVATE_ELSEWHERE = {
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/writes.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
+    ("ops/recurrence/engine.py", "_base"): VIEWS,
+    ("integrations/accelerate.py", "_step_count"): "that of a scheduler, as accelerate's own wrapper reads it",
+    ("integrations/trainer.py", "_orig_mod"): "the module inside a compiled one, which has no public name",
+    ("integrations/trainer.py", "_models"): PREPARED,
+    ("integrations/trainer.py", "_is_accelerate_prepared"): PREPARED,
+    ("integrations/trainer.py", "_tr_loss"): "the losses of Trainer that were not logged yet",
+    ("integrations/huggingface/checks.py", "_attn_implementation"): READS,
+    ("integrations/huggingface/checks.py", "_loss_function"): READS,
+    ("integrations/huggingface/chunked_loss.py", "_loss_function"): READS,
     (
         "ops/kernels/scores/flex_kernel.py",
         "_dynamo",

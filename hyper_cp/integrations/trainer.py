@@ -121,9 +121,9 @@ class ContextParallelTrainer:
                 "and takes the whole batch, but this trainer splits batches as one sequence. Call prepare_model and "
                 "write the loop (docs/guide/encoders.md), or train with cp_size=1"
             )
-        self._prepare_once(base_of(model), mesh, self.chunked_loss)
+        self.prepare_once(base_of(model), mesh, self.chunked_loss)
 
-    def _prepare_once(self, model: Any, mesh: DeviceMesh, chunked_loss: bool = False) -> None:
+    def prepare_once(self, model: Any, mesh: DeviceMesh, chunked_loss: bool = False) -> None:
         """Prepare a model, unless a trainer before this one has prepared it alike."""
         for handle in hooks_of_trainer.pop(model, ()):
             handle.remove()

@@ -200,7 +200,7 @@ class ContextParallelTRL(ContextParallelTrainer):
             )
             return
         body: Any = base.base_model
-        self._prepare_once(body, mesh)
+        self.prepare_once(body, mesh)
         batches = _WholeBatches(body)
         hooks_of_trainer[body] = (
             body.register_forward_pre_hook(batches.split, with_kwargs=True, prepend=True),

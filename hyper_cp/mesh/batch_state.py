@@ -202,10 +202,18 @@ class BatchState:
         if split is not None and split.length and split.padded:
             if split.length == split.padded:
                 return None
-            if len(shape) == 2 and shape[1] == split.padded // split.ranks > 1:
-                return split.length, split.padded
+            if (found := self.padding_in_block(shape)) is not None:
+                return found
         (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
         return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
+
+    def padding_in_block(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The same of the batch of this thread's innermost block alone, for values ``[B, S/n]``."""
+        entered = self._this_thread.blocks.entered
+        split = entered[-1].split if entered else None
+        if split is None or not split.length or not split.padded or split.length == split.padded:
+            return None
+        return (split.length, split.padded) if len(shape) == 2 and shape[1] == split.padded // split.ranks > 1 else None
 
     @property
     def weighed(self) -> Counted:

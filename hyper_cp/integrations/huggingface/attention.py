@@ -288,11 +288,11 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if mask is None and not causal and request is None and module not in state.cross:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    if mask is None and request is not None and request.function is None and bool(causal) == request.bidirectional:
+    if mask is None and request is not None and request.function is None and not (causal or request.bidirectional):
         raise NotImplementedError(
-            f"{name} has is_causal={causal}, but its model asks for a {'bidirectional' if causal else 'causal'} mask. "
-            "On one device SDPA follows the former in a batch without padding, and the latter in others. Change the "
-            "setting of the config that makes them differ (is_causal, use_bidirectional_attention)"
+            f"{name} has is_causal={causal}, but its model asks for a causal mask. On one device SDPA follows the "
+            "former in a batch without padding, and the latter in others. Change the setting of the config that makes "
+            "them differ (use_bidirectional_attention)"
         )
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.prompt is None:

@@ -241,7 +241,11 @@ def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None
             )
     if decoder._can_set_attn_implementation():
         for name, module in decoder.named_modules():
-            if isinstance(module, nn.MultiheadAttention) or _writes_attention(module):
+            owner: Any = type(decoder.get_submodule(name.rpartition(".")[0]))
+            own = isinstance(module, nn.MultiheadAttention) and (
+                _is_foreign(owner) or "MultiheadAttention" not in source_of(owner)  # else that of an encoder
+            )
+            if own or _writes_attention(module):
                 raise NotImplementedError(
                     f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__} computes attention by "
                     "itself, over this rank's share. Let it call ALL_ATTENTION_FUNCTIONS.get_interface(...), as the "
