@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..mesh import cp_mesh
+from ..mesh.arguments import check_type
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..schedule import choices
@@ -454,6 +455,8 @@ def _function(
         call: the arguments that can be given without a mesh, under their names.
         of_ranks: all others.
     """
+    for name in ("return_lse", "return_max_logits"):
+        check_type(name, of_ranks[name], bool, "It says if a further result is returned. Pass True or False")
     if mesh is None:
         refuse_without_mesh(function.__name__, **of_ranks)
         if has_torch_function(tensors):

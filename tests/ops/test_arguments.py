@@ -170,6 +170,7 @@ def test_every_wrong_value_is_refused(ranks: Any) -> None:
         ({"k": None}, "TypeError", "key is a NoneType, not a tensor"),
         ({"q": Spec((2, 4, 8))}, "ValueError", r"query has shape \(2, 4, 8\). It must be \[batch"),
         ({"scale": "x"}, "TypeError", "scale='x' is a str, not a number"),
+        ({"return_lse": "x"}, "TypeError", "return_lse is a str. It says if a further result is returned"),
         ({"scale": -0.5}, "ValueError", "scale=-0.5. Fused kernels hide keys before they scale"),
         ({"dropout_p": None}, "TypeError", "dropout_p=None is a NoneType"),
         ({name: Spec((1, 0, 4, 8)) for name in "qkv"}, "ValueError", "without heads|query has 0 heads and key 0"),
