@@ -557,6 +557,7 @@ class DecoderHook:
                 counted,
                 whole=partial(handler.combine, documents=batch.documents),
                 share=partial(local_share, handler, seq_dim=1, documents=batch.documents),
+                implementation=self.implementation,
             )
             if self.two is not None:
                 state = replace(state, cross=self.cross, source=self.two.source)

@@ -288,7 +288,8 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if mask is None and not causal and request is None and module not in state.cross:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    if mask is None and request is not None and request.function is None and not (causal or request.bidirectional):
+    asks = mask is None and request is not None and request.function is None and not request.bidirectional
+    if asks and not causal and state.implementation == "sdpa":
         raise NotImplementedError(
             f"{name} has is_causal={causal}, but its model asks for a causal mask. On one device SDPA follows the "
             "former in a batch without padding, and the latter in others. Change the setting of the config that makes "

@@ -47,6 +47,8 @@ class ForwardState:
     """The modules that attend to the states of an encoder."""
     source: Tensor | None = None
     """``[B, 1, 1, S]``: False on padding of the encoder's sequence; None: there is none."""
+    implementation: str = ""
+    """The attention implementation of the model on one device."""
     callers: list[nn.Module] = field(default_factory=list)
     """The modules that have called attention."""
     biases: list[Tensor] = field(default_factory=list)
