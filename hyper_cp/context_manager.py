@@ -212,8 +212,11 @@ class context_parallel:
 def _refuse_longer_tables(buffers: list[Tensor], dims: list[int]) -> None:
     """Raise ``ValueError`` for a table of positions, which has no batch dimension, with more rows than the tokens."""
     lengths = {x.shape[dim] for x, dim in zip(buffers, dims, strict=True) if not x.is_floating_point() and dim % x.ndim}
+    if len(lengths) != 1:  # no tokens, or those of two sequences
+        return
+    (length,) = lengths
     for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
-        if len(lengths) == 1 and x.is_floating_point() and not dim % x.ndim and x.shape[dim] > (length := max(lengths)):
+        if x.is_floating_point() and not dim % x.ndim and x.shape[dim] > length:
             raise ValueError(
                 f"buffers[{i}] of shape {tuple(x.shape)} is a table of {x.shape[dim]} positions, and the tokens have "
                 f"{length}. Each rank would get a part of the table that does not belong to its tokens. Pass the rows "

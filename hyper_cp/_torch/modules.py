@@ -63,13 +63,17 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def frames_of(code: CodeType) -> Iterator[FrameType]:
-    """The Python frames of this thread that run ``code``, innermost first."""
+def _frames() -> Iterator[FrameType]:
+    """The Python frames of this thread, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is code:
-            yield frame
+        yield frame
         frame = frame.f_back
+
+
+def frames_of(code: CodeType) -> Iterator[FrameType]:
+    """The Python frames of this thread that run ``code``, innermost first."""
+    return (frame for frame in _frames() if frame.f_code is code)
 
 
 def running_modules() -> Iterator[nn.Module]:
@@ -89,13 +93,9 @@ def calls_running(module: nn.Module) -> int:
 
 def bypassed(module: nn.Module) -> bool:
     """True if ``module.forward`` is on the stack of this thread, and no call of the module: its hooks have not run."""
-    frame, forward = inspect.currentframe(), False
-    while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals["self"] is module:
-            return False
-        forward = forward or (frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module)
-        frame = frame.f_back
-    return forward
+    if is_running(module):  # first: reading the locals of a forward keeps its tensors alive until it ends
+        return False
+    return any(x.f_code.co_name == "forward" and x.f_locals.get("self") is module for x in _frames())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -144,7 +144,8 @@ def refuse_compiled(module: nn.Module, name: str) -> None:
 
 
 def count_compilations() -> int:
-    """The number of frames that were compiled in this process; 1 where the counter is missing."""
+    """The number of frames that were compiled in this process; 1 where the counter is missing (all objects are then
+    searched for compiled modules)."""
     if "torch._dynamo" not in sys.modules:
         return 0
     counter = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {None: 1})
@@ -158,6 +159,8 @@ _last_search: tuple[object, Callable[[], nn.Module | None], list[ref[nn.Module]]
 def _compiled_modules(module: nn.Module) -> list[nn.Module]:
     """Compiled modules that ``module`` may be part of: those in its plan, and all there are if any has run."""
     global _last_search
+    if "torch._dynamo" not in sys.modules:
+        return []
     compilations = count_compilations()
     frame, root, _ = plan_being_applied()
     root = module if root is None else root

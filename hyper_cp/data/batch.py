@@ -339,7 +339,7 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
     is_share = isinstance(batch, LocalBatch) or any(isinstance(x, PreparedBatch) for x in entries.values())
     if debug:
         state = "its state (whole, or split already)"
-        _compare(handler, {state: is_share, "the names (or number) of its entries": list(entries)})
+        compare_contents(handler, {state: is_share, "the names (or number) of its entries": list(entries)})
     if is_share:
         length = f" of {batch.length} positions" if isinstance(batch, LocalBatch) else ""
         raise ValueError(
@@ -349,7 +349,7 @@ def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:
             "get_batch_on_this_cp_rank"
         )
     if debug and entries:
-        _compare(handler, {f"entry {name!r}": x for name, x in entries.items()})
+        compare_contents(handler, {f"entry {name!r}": x for name, x in entries.items()})
     return entries
 
 
@@ -436,14 +436,14 @@ def _refuse_nested(name: Any, x: Any) -> None:
         )
 
 
-def _compare(handler: Shares, values: Mapping[str, Any]) -> None:
+def compare_contents(handler: Shares, values: Mapping[str, Any], caller: str = "debug=True") -> None:
     """Raise ``ValueError`` on every rank, naming the values, if the ranks of the cp mesh hold different ones."""
-    digests = tuple((name, digest(_bytes(x))) for name, x in values.items())
-    handler.cp.agree("batch", (), "debug=True", once=digests, always=True)
+    digests = tuple((name, digest(contents_of(x))) for name, x in values.items())
+    handler.cp.agree("batch", (), caller, once=digests, always=True)
 
 
-def _bytes(x: Any) -> bytes:
-    """The contents of an entry."""
+def contents_of(x: Any) -> bytes:
+    """The contents of an entry: all values of a tensor, with its dtype and shape."""
     if not isinstance(x, Tensor):
         return repr(x).encode()
     return f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

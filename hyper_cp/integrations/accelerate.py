@@ -12,7 +12,6 @@ with sliding windows, and does not start on CPU. Here::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,8 +109,7 @@ class _Scheduler(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         steps = self.copies if self.step_with_optimizer and self.gradient_state.sync_gradients else 1
         for _ in range(steps):
-            total = getattr(self.scheduler, "total_steps", math.inf)
-            if total == math.inf or self.scheduler._step_count <= total:
+            if not hasattr(self.scheduler, "total_steps") or self.scheduler._step_count <= self.scheduler.total_steps:
                 super().step(*args, **kwargs)
 
 

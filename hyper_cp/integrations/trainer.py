@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import transformers
 from accelerate.utils.operations import recursively_apply
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.batch import compare_contents, contents_of
 from ..data.collectives import by_rank
 from ..mesh.agreement import digest
 from ..module.mesh_binding import binding_of
@@ -53,8 +54,8 @@ class ContextParallelTrainer:
     handler: Any = None
     """Splits batches; None with ``cp_size=1``."""
 
-    _epoch: Callable[[], Any] = staticmethod(lambda: None)
-    """The iterator over the batches of an epoch that is running."""
+    _epoch: Any = None
+    """The iterator over the batches of the epoch that is running."""
 
     own_losses: tuple[str, ...] = ()
     """Names of trainers whose own ``compute_loss`` is right for shares of sequences."""
@@ -151,14 +152,10 @@ class ContextParallelTrainer:
         """Batches of an epoch, as Trainer takes them. Ranks compare the first batch of each epoch: samplers may draw
         from random states that have come to differ, by a checkpoint of fewer ranks or by dropout."""
         found = super().get_batch_samples(epoch_iterator, *args, **kwargs)  # type: ignore[misc]
-        if self._epoch() is not epoch_iterator:
-            try:
-                self._epoch = ref(epoch_iterator)
-            except TypeError:  # the iterator of a list
-                self._epoch = partial(lambda x: x, epoch_iterator)
-            first = digest(json.dumps(found[0][:1], default=_contents, skipkeys=True).encode())
-            same = (("the first batch of an epoch", first),)
-            self.handler.cp.agree("batch", (), type(self).__name__, once=same, always=True)
+        if self._epoch is not epoch_iterator:
+            self._epoch = epoch_iterator
+            first = json.dumps(found[0][:1], default=_contents, skipkeys=True)
+            compare_contents(self.handler, {"the first batch of an epoch": first}, type(self).__name__)
         return found
 
     @where_split
@@ -217,7 +214,7 @@ class ContextParallelTrainer:
     @where_split
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's output, whose ``training_loss`` has losses in it that were not logged: those of all ranks."""
-        own = vars(self)
+        own, self._epoch = vars(self), None
         own["_tr_loss"] = by_rank(self.handler.mesh, own["_tr_loss"].reshape(1)).mean()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
@@ -265,5 +262,5 @@ class ContextParallelTrainer:
 def _contents(x: Any) -> Any:
     """The part of a value in a batch that ranks compare: tokens and text, and no floating-point values."""
     if isinstance(x, Tensor) and not x.is_floating_point():
-        return [*x.shape, digest(x.cpu().contiguous().numpy().tobytes())]
+        return digest(contents_of(x))
     return dict(x) if isinstance(x, Mapping) else type(x).__name__

@@ -155,7 +155,8 @@ def prepare_model(
     hooks = [DecoderHook(style, mesh, stack, layers_of(model, stack)) for stack in stacks]
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
-        hook.around = hook.around if model is stack else ref(model)
+        if model is not stack:
+            hook.around = ref(model)
         if hook.binding.active.parallel:
             watch(stack)
         attend_locally(model, stack, hook.implementation)
@@ -578,7 +579,8 @@ class DecoderHook:
         self.own = []
         if count_compilations():  # in graphs calls are not seen
             return
-        without = [x for x in own if not any(x is y for y in (*state.callers, *([module] if state.callers else [])))]
+        callers = {id(x) for x in (*state.callers, module)} if state.callers else set()
+        without = [x for x in own if id(x) not in callers]
         if without:
             name = next(name for name, x in module.named_modules() if x is without[0])
             raise RuntimeError(

@@ -193,24 +193,27 @@ class BatchState:
         split = entered[-1].split if entered else None
         return () if split is None else split.ends or ((split.length,) if split.length else ())
 
+    @property
+    def _split(self) -> Split | None:
+        """The split of the batch of this thread's innermost block; None: no block, or one that does not say."""
+        entered = self._this_thread.blocks.entered
+        return entered[-1].split if entered else None
+
     def padding_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        entered = self._this_thread.blocks.entered
-        split = entered[-1].split if entered else None
-        if split is not None and split.length and split.padded:
-            if split.length == split.padded:
-                return None
-            if (found := self.padding_in_block(shape)) is not None:
-                return found
+        if (found := self.padding_in_block(shape)) is not None:
+            return found
+        split = self._split
+        if split is not None and split.length and split.length == split.padded:
+            return None
         (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
         return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
 
     def padding_in_block(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The same of the batch of this thread's innermost block alone, for values ``[B, S/n]``."""
-        entered = self._this_thread.blocks.entered
-        split = entered[-1].split if entered else None
+        split = self._split
         if split is None or not split.length or not split.padded or split.length == split.padded:
             return None
         return (split.length, split.padded) if len(shape) == 2 and shape[1] == split.padded // split.ranks > 1 else None
@@ -219,8 +222,7 @@ class BatchState:
     def weighed(self) -> Counted:
         """The labels that were counted for the weight of the batch of this thread's innermost block, else of the last
         batch."""
-        entered = self._this_thread.blocks.entered
-        split = entered[-1].split if entered else None
+        split = self._split
         return split.counted if split is not None and split.length else self.counted
 
     def active_documents(self, caller: str) -> Tensor | None:

@@ -152,9 +152,10 @@ def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
         watch(root)
 
 
-def guard_model(root: nn.Module, allow: tuple[str, ...]) -> None:
-    """Guard a model whose attention modules were replaced, without a plan."""
-    refuse_mixing(Model(root, allow))
+def guard_model(root: nn.Module, allow: tuple[str, ...], whole: tuple[type[nn.Module], ...] = ()) -> None:
+    """Guard a model that no plan knew: its attention modules were replaced, for example. Its next forward is
+    watched. ``whole``: as in :func:`refuse_mixing`."""
+    refuse_mixing(Model(root, allow), whole)
     watch(root)
 
 
@@ -166,8 +167,7 @@ def guard_running(binding: Binding, module: nn.Module) -> None:
         return
     style, views = binding.style, binding.active.views
     sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
-    refuse_mixing(Model(root, style.allow), (type(module),) if sees_all else ())
-    watch(root)
+    guard_model(root, style.allow, (type(module),) if sees_all else ())
 
 
 def _watched(root: nn.Module) -> bool:

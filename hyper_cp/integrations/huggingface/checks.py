@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 
+from ...data.batch import contents_of
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
@@ -241,11 +242,9 @@ def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None
             )
     if decoder._can_set_attn_implementation():
         for name, module in decoder.named_modules():
-            owner: Any = type(decoder.get_submodule(name.rpartition(".")[0]))
-            own = isinstance(module, nn.MultiheadAttention) and (
-                _is_foreign(owner) or "MultiheadAttention" not in source_of(owner)  # else that of an encoder
-            )
-            if own or _writes_attention(module):
+            multihead = isinstance(module, nn.MultiheadAttention)
+            own = _was_added(decoder, name) if multihead else _writes_attention(module)
+            if own:
                 raise NotImplementedError(
                     f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__} computes attention by "
                     "itself, over this rank's share. Let it call ALL_ATTENTION_FUNCTIONS.get_interface(...), as the "
@@ -260,6 +259,13 @@ def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None
                 f"the output layer of {type(model).__name__} has {type(module).__name__}, which {does}: those of this "
                 "rank's share. Apply it to the gathered output of the model"
             )
+
+
+def _was_added(decoder: nn.Module, name: str) -> bool:
+    """True for an ``nn.MultiheadAttention`` of a user's, False for one of an encoder inside a decoder of
+    transformers."""
+    owner: Any = type(decoder.get_submodule(name.rpartition(".")[0]))
+    return _is_foreign(owner) or "MultiheadAttention" not in source_of(owner)
 
 
 def has_attention(decoder: nn.Module) -> bool:
@@ -311,13 +317,15 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     source = "".join(source_of(type(module).forward) for module in outside)  # a head may be inside (BLIP)
     if OWN_LOSS.search(source):
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
-    given: Any = vars(model).get("forward", vars(_owner_of_forward(type(model)))["forward"])
-    function = inspect.unwrap(given)
+    function = inspect.unwrap(model.forward)
     if _is_foreign(function):
         source = source_of(function)
-        through = "super().forward(" in source and not re.search(r"\bloss\b|loss_function", source)
-        given = re.findall(r"self\.loss_function\([^)]*\*\*", source)
-        if not through and (len(given) != 1 or source.count("loss_function(") > 1 or "super().forward(" in source):
+        if "super().forward(" in source:
+            known = re.search(r"\bloss\b|loss_function", source) is None
+        else:
+            given = re.search(r"self\.loss_function\([^)]*\*\*", source)
+            known = given is not None and source.count("loss_function(") == 1
+        if not known:
             return (
                 "its forward, which is not one of transformers, computes the loss in a way that is not known: by "
                 "self.loss_function(logits, labels, ..., **kwargs), once, it would get shifted labels"
@@ -538,8 +546,8 @@ def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str)
     """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same tokens. One small communication."""
     if tokens.is_floating_point() or tokens.numel() < 2 or bool((tokens == tokens.flatten()[0]).all()):
         return
-    content = digest(str(tuple(tokens.shape)).encode() + tokens.cpu().contiguous().numpy().tobytes())
-    rows = by_rank(handler.mesh, torch.tensor([int(content, 16) // 2], device=tokens.device))
+    content = int(digest(contents_of(tokens)), 16) // 2
+    rows = by_rank(handler.mesh, torch.tensor([content], device=tokens.device))
     if bool((rows == rows[0]).all()):
         raise ValueError(
             f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They must be shares "
