@@ -7,6 +7,7 @@ Sections (``--only`` chooses):
 
 kernels   every kernel of the device against attention written out in fp64, on every kind of tile
 layouts   the same with q, k, v, out and dout in every memory layout
+flex      FlexAttention, which is compiled for each number of heads: this takes minutes
 merges    partials and gradients are added up in Triton (CUDA)
 replays   kernels in CUDA graphs, and the op in compiled functions that get other documents
 engine    forward and backward with n = 2, 4, 8 ranks as threads of this process, and under autocast
@@ -35,7 +36,7 @@ from hyper_cp.cli.diagnosis.timing import ROUNDS
 
 from . import merges, ranks, replays, selected, tiles, times
 
-SECTIONS = "kernels", "layouts", "merges", "selected", "replays", "engine", "tiles", "shares"
+SECTIONS = "kernels", "layouts", "flex", "merges", "selected", "replays", "engine", "tiles", "shares"
 
 
 def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace) -> Iterator[Finding | str]:
@@ -45,6 +46,8 @@ def section(name: str, device: str, dtype: torch.dtype, args: argparse.Namespace
         yield from tiles.check_kernels(device, dtypes)
     elif name == "layouts":
         yield from tiles.check_layouts(device, dtype)
+    elif name == "flex":
+        yield from tiles.check_flex(device, dtypes)
     elif name == "merges":
         yield from merges.check_merges(device, dtype)
     elif name == "selected":

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hyper_cp.cli.diagnosis.findings import REFUSED, Finding, check
-from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Parts, Tile, run_tile
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Parts, Tile, refused_by_the_card, run_tile
 from hyper_cp.ops import kernels
-from hyper_cp.ops.kernels import Kernel, cuda
+from hyper_cp.ops.kernels import Kernel
+from hyper_cp.ops.kernels.scores import flex_kernel
 
 SQUARES: Parts = (((0, 100), (0, 100)), ((100, 101), (100, 101)), ((130, 256), (130, 256)))  # rows and columns missing
 OBLONG: Parts = (((0, 64), (10, 138)), ((64, 200), (138, 180)), ((200, 201), (200, 300)))
@@ -58,6 +59,7 @@ IN_EVERY_LAYOUT = [
     Tile(72, 72, CAUSAL, heads=(4, 2)),
     Tile(40, 72, heads=(4, 2)),
     Tile(72, 72, CAUSAL, (((0, 30), (0, 30)), ((30, 72), (30, 72))), heads=(4, 2)),
+    Tile(72, 72, (-20, 0), heads=(4, 4)),
 ]
 
 
@@ -88,17 +90,6 @@ def refusal(kernel: str, dtype: torch.dtype, kind: str = "") -> str:
         if re.fullmatch(name, kernel) and (dtype in dtypes or not dtypes) and (kinds == "any" or kind in kinds.split()):
             return reason
     return ""
-
-
-def refused_by_the_card(kernel: Kernel, tile: Tile, dtype: torch.dtype, device: str) -> str:
-    """Return the reason why no call with a tile's heads reaches a kernel on this card; empty if one may. The operator
-    is not asked: it need not check what it is given."""
-    dense = getattr(getattr(kernel, "dense", None), "name", "")
-    if not kernel.name.startswith("cuda "):
-        return ""
-    call = replace(tile, rows=128, cols=128)  # a tile of a call may be as narrow as one key
-    q, k, v, _ = call.tensors(device, dtype)
-    return "" if cuda.takes(dense, q, k, v) else f"{dense} has no such heads on this card, forward and backward"
 
 
 # --------------------------------------------------------------------------- memory layouts
@@ -145,7 +136,7 @@ def check_tile(
     """
     dtype, device = tensors[0].dtype, str(tensors[0].device)
     what, permitted = f"{kernel.name} {dtype} {tile}{how}", refusal(kernel.name, dtype, tile.kind)
-    unreachable = "" if permitted else refused_by_the_card(kernel, tile, dtype, device)
+    unreachable = refused_by_the_card(kernel, tile, dtype, device)
     if unreachable:
         return Finding(section, what, REFUSED, unreachable)
     arranged = [LAYOUTS[at.get(name, "BSHD")](x) for name, x in zip(ARRANGED[:4], tensors, strict=True)]
@@ -154,13 +145,27 @@ def check_tile(
     return check(section, what, dtype, partial(run_tile, kernel, tile, arranged, arrange), permitted)
 
 
-def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
-    """Check every kernel of the device, dtype and tile."""
+def plain_kernels(device: str) -> dict[str, Kernel]:
+    """Return the kernels of a device for calls without selected keys, but for FlexAttention, which is compiled for
+    functions of logits."""
     found = kernels.available(torch.device(device).type, selected=False)
+    return {name: kernel for name, kernel in found.items() if kernel is not flex_kernel.KERNEL}
+
+
+def check_flex(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
+    """Check FlexAttention, if the device has it, on every dtype and tile. It is compiled for each number of heads."""
+    kernel = kernels.available(torch.device(device).type).get(flex_kernel.KERNEL.name)
+    for dtype in dtypes:
+        for tile in TILES if kernel is not None else ():
+            yield check_tile("flex", kernel, tile, tile.tensors(device, dtype))
+
+
+def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
+    """Check every kernel of the device but FlexAttention, dtype and tile."""
     for dtype in dtypes:
         for tile in TILES:
             tensors = tile.tensors(device, dtype)
-            for kernel in found.values():
+            for kernel in plain_kernels(device).values():
                 yield check_tile("kernels", kernel, tile, tensors)
         for tile in MIXED:
             tensors = tile.tensors(device, dtype)
@@ -171,8 +176,8 @@ def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Findin
 
 
 def check_layouts(device: str, dtype: torch.dtype) -> Iterator[Finding]:
-    """Check every kernel of the device with its tensors in every memory layout."""
-    for kernel in kernels.available(torch.device(device).type, selected=False).values():
+    """Check every kernel of the device but FlexAttention with its tensors in every memory layout."""
+    for kernel in plain_kernels(device).values():
         for tile in IN_EVERY_LAYOUT:
             tensors = tile.tensors(device, dtype)
             for how, layouts in arrangements():

@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Tile
+from hyper_cp.cli.diagnosis.tiles import CAUSAL, FULL, Tile, refused_by_the_card
 from hyper_cp.cli.diagnosis.timing import seconds_in_turns
-from hyper_cp.ops import kernels
 
 from ..no_kernel import without_kernel
 from .ranks import MODES, SilentAxis, mesh_of, share
-from .tiles import refusal, refused_by_the_card, timed_tiles
+from .tiles import plain_kernels, refusal, timed_tiles
 
 
 def plain(tensors: list[Tensor], causal: bool) -> Callable[[], Any]:
@@ -44,7 +43,7 @@ def time_tiles(device: str, dtype: torch.dtype, args: argparse.Namespace) -> Ite
             return kernel.backward(given, dout, out.to(dout.dtype), lse)
 
         runs = {"": plain([*qkv, dout], tile.band == CAUSAL and tile.rows == tile.cols)}
-        for name, kernel in kernels.available(torch.device(device).type).items():
+        for name, kernel in plain_kernels(device).items():
             if name == "reference" and tile.rows > 4096:
                 continue  # plain math would need the memory of all logits
             if not refusal(name, dtype, tile.kind) and not refused_by_the_card(kernel, tile, dtype, device):

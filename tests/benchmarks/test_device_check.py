@@ -191,7 +191,7 @@ def test_a_replay_with_other_values_is_checked(monkeypatch: Any, stale: bool, st
     )
     module.current_stream = lambda: stream
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(kernels, "available", lambda device_type: {"captured": Captured(capturing, stale)})
+    monkeypatch.setattr(kernels, "available", lambda device_type, selected: {"captured": Captured(capturing, stale)})
     assert [result.status for result in replays.check_graphs("cpu", torch.float32)] == [status] * 2
 
 
@@ -218,7 +218,7 @@ def test_the_tiles_of_the_real_check_are_those_that_devices_meet() -> None:
 class CuDNN:
     """A kernel whose operator is cuDNN's on a card that has none for long heads."""
 
-    name, dense = "cuda cudnn", SimpleNamespace(name="cudnn")
+    name, dense = "cuda cudnn", SimpleNamespace(name="cudnn", grouped=True)
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if tile.q.shape[3] > 128:

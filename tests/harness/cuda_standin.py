@@ -200,6 +200,9 @@ class Operators:
     ) -> Any:  # fmt: skip
         rows = q.shape[2]
         refuse(lse.shape[2] == -(-rows // 32) * 32 and lse.is_contiguous(), "log-sum-exp padded to 32 rows")
+        # Its kernel knows no stride of out from one position to the next: it takes the heads for dense.
+        dense = rows == 1 or out.stride(2) == out.shape[1] * out.shape[3]
+        refuse(dense and out.stride(3) == 1, f"out is read as [B, S, H, D], not {out.stride()}")
         logits = self._efficient(q, k, v, bias, causal, scale)
         return *_gradients(logits, lse[..., :rows], dout, q, k, v, out, scale), None
 

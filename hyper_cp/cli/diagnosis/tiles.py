@@ -108,6 +108,21 @@ def run_tile(
     return list(zip(NAMES, found, want, strict=True))
 
 
+def refused_by_the_card(kernel: Kernel, tile: Tile, dtype: torch.dtype, device: str) -> str:
+    """Return the reason why no call with a tile's head dims and dtype reaches a kernel on this card; empty if one may.
+    The operator is not asked: it need not check what it is given. (cuDNN's runs in float32, and returns other
+    numbers.)"""
+    dense = getattr(kernel, "dense", None)
+    if not kernel.name.startswith("cuda ") or dense is None:
+        return ""
+    heads = tile.heads if dense.grouped else (tile.heads[0],) * 2  # it gets key heads repeated
+    call = replace(tile, rows=128, cols=128, heads=heads)  # a tile of a call may be as narrow as one key
+    q, k, v, _ = call.tensors(device, dtype)
+    if cuda.takes(dense.name, q, k, v):
+        return ""
+    return f"{dense.name} takes no {dtype} of such head dims on this card, forward and backward"
+
+
 # --------------------------------------------------------------------------- the kernels of the doctor
 
 _SQUARE = Tile(96, 96, CAUSAL, batch=1, heads=(4, 2))
@@ -141,6 +156,10 @@ def _of_device(kind: str) -> Iterator[Finding]:
                 yield Finding(SECTION, f"{name} on {kind}", NOTE, "for functions of logits; compiled at the first call")
                 continue
             what = f"{name} on {kind}, {str(dtype).removeprefix('torch.')}"
+            unreachable = refused_by_the_card(kernel, _SQUARE, dtype, kind)
+            if unreachable:
+                yield Finding(SECTION, what, ABSENT, unreachable)
+                continue
             yield _on_quick_tiles(kernel, what, tensors, name == chosen)
 
 

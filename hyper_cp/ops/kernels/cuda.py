@@ -60,7 +60,11 @@ class _Flash:
 
 
 class _Efficient:
-    """The memory-efficient operator: also fp32, other head dims for v, and an additive mask."""
+    """The memory-efficient operator: also fp32, other head dims for v, and an additive mask.
+
+    In half precision its backward reads ``out`` as ``[B, S, H, D]`` without gaps between heads, whatever the strides of
+    the tensor are (``o_strideM`` of its kernel).
+    """
 
     name, grouped, least = "memory-efficient", False, 1
 
@@ -74,6 +78,7 @@ class _Efficient:
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dim, v_dim = tile.q.shape[3], tile.v.shape[3]
         dout, q, k, v, out = (_pad_heads(x) for x in (dout, tile.q, tile.k, tile.v, out))
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
         gradients = [True, True, True, False]  # of q, k and v, and none of the mask
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(

@@ -3,6 +3,9 @@
 PyTorch's own operators do a merge in five or six launches that read and write the output several times. Tests run these
 kernels on the CPU in Triton's interpreter, and compile them for GPUs that are not there. Triton is imported at the
 first use on CUDA. If it is missing or cannot compile (it needs a C compiler), PyTorch's operators do the work.
+
+Both kernels change memory in place. Where a block has fewer elements than threads, several warps load the same element,
+and one of them stores it: a barrier lets all of them load first.
 """
 
 from __future__ import annotations
@@ -65,7 +68,6 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     top = tl.where(blind, 0.0, top)
     new = tl.exp(new_lse - top)
     both = tl.where(blind, 1.0, tl.exp(old_lse - top) + new)
-    tl.store(total_lse_at, tl.where(blind, float("-inf"), top + tl.log(both)), mask=inside)
     weight = (new / both)[:, None]
     d = tl.arange(0, DIM)
     seen = inside[:, None] & (d < dim)[None, :]
@@ -73,6 +75,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(total_at, mask=seen, other=0.0)
     y = tl.load(out + b * out_b + h * out_h + s[:, None] * out_s + d[None, :] * out_d, mask=seen, other=0.0)
     step = y.to(tl.float32) - x
+    tl.debug_barrier()  # every warp has loaded what one of them stores now
+    tl.store(total_lse_at, tl.where(blind, float("-inf"), top + tl.log(both)), mask=inside)
     # Exact at both ends, as torch.lerp is: x at weight 0, y at weight 1.
     tl.store(total_at, tl.where(weight < 0.5, x + step * weight, x + step - step * (1.0 - weight)), mask=seen)
 
@@ -103,7 +107,9 @@ def add_kernel(  # type: ignore[no-untyped-def]
     seen = (s < rows)[:, None] & (d < dim)[None, :]
     total_at = total + b * total_b + h * total_h + s[:, None] * total_s + d[None, :] * total_d
     added = tl.load(x + b * x_b + h * x_h + s[:, None] * x_s + d[None, :] * x_d, mask=seen, other=0.0)
-    tl.store(total_at, tl.load(total_at, mask=seen, other=0.0) + added.to(tl.float32), mask=seen)
+    sums = tl.load(total_at, mask=seen, other=0.0) + added.to(tl.float32)
+    tl.debug_barrier()  # every warp has loaded what one of them stores now
+    tl.store(total_at, sums, mask=seen)
 
 
 # --------------------------------------------------------------------------- launches

@@ -213,7 +213,31 @@ def test_one_batch_row_for_all_keeps_the_head_dim_contiguous() -> None:
                 tensors = tile.tensors("cpu", torch.float32)
                 with mock.patch.object(cuda, "takes", lambda *_: True):
                     found = tiles.check_tile("layouts", kernel, tile, tensors, "", **layouts)
-                assert found.status == "ok", (name, tile, found)
+                permitted = tiles.refusal(name, torch.float32, tile.kind) if tile.kind == "banded" else ""
+                assert found.status == "ok" or (permitted and found.status == "refused"), (name, tile, found)
+
+
+def test_the_device_check_asks_pytorch_for_the_dtype() -> None:
+    """Called directly, cuDNN's operator runs in float32 and returns other numbers. The memory-efficient one gets key
+    heads repeated, so that heads are no reason to leave it out."""
+    tile = tiles.TILES[0]
+    with HOPPER.installed(), Operators(card=HOPPER).installed():
+        for name, kernel in cuda.KERNELS.items():
+            single = tiles.check_tile("kernels", kernel, tile, tile.tensors("cpu", torch.float32))
+            half = tiles.check_tile("kernels", kernel, tile, tile.tensors("cpu", torch.bfloat16))
+            assert single.status == ("ok" if kernel.dense.name == "memory-efficient" else "refused"), single
+            assert half.status == "ok", (name, half)
+
+
+def test_the_memory_efficient_operator_gets_an_output_whose_heads_are_dense() -> None:
+    """Its backward reads it as [B, S, H, D]: in half precision other strides gave other gradients, or NaN."""
+    kernel, tile = cuda.KERNELS["cuda memory-efficient without flash"], tiles.IN_EVERY_LAYOUT[-1]
+    for layout in tiles.LAYOUTS:
+        for dims in ((64, 64), (64, 60)):
+            other = replace(tile, band=tiles.CAUSAL, dims=dims)
+            with Operators().installed(), mock.patch.object(cuda, "takes", lambda *_: True):
+                found = tiles.check_tile("layouts", kernel, other, other.tensors("cpu", torch.float32), out=layout)
+            assert found.status == "ok", (layout, dims, found)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
