@@ -33,6 +33,11 @@ TILES = [
     Tile(320, 320, (-3, 0), MANY),  # bands of packed tiles count from the bottom right
     Tile(256, 256, (-40, 0), SQUARES),
     Tile(201, 300, (-50, 100), OBLONG),
+    # windows of more rows than keys, with bounds on one side or beyond all keys
+    Tile(256, 100, (-140, None)),
+    Tile(256, 100, (-170, 110)),
+    Tile(256, 100, (None, 160)),
+    Tile(256, 256, (-20, None), (((0, 200), (0, 60)), ((200, 256), (60, 256)))),
     # one key, one query, odd lengths
     Tile(1, 1),
     Tile(77, 1),

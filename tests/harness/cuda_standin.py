@@ -26,6 +26,14 @@ def refuse(unless: bool, why: str) -> None:
         raise RuntimeError(why)
 
 
+def refuse_misaligned(*tensors: Tensor) -> None:
+    """Operators load 16 bytes at a time."""
+    for x in tensors:
+        step = 16 // x.element_size()
+        starts = [x.storage_offset(), *(stride for stride, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)]
+        refuse(all(start % step == 0 for start in starts), f"query is not correctly aligned: {x.stride()}")
+
+
 def _visible(rows: int, cols: int, left: int, right: int) -> Tensor:
     """``[rows, cols]``: the window around the diagonal that ends at the bottom right; -1 is no bound."""
     distance = torch.arange(cols)[None] - torch.arange(rows)[:, None] - (cols - rows)
@@ -96,6 +104,11 @@ class Operators:
         refuse(min(left, right) >= -1, f"window ({left}, {right}): negative sizes would be no bound")
         refuse(not (causal and options), "is_causal replaces the right bound of a window")
         right = 0 if causal else right
+        refuse_misaligned(q, k, v)
+        # As FlashAttention-2 reads them: bounds of `longest` and beyond are none, and one of two must not be none.
+        left, right = (-1 if bound >= longest[1] else bound for bound in (left, right))
+        left = longest[1] if left < 0 <= right else left
+        right = longest[1] if right < 0 <= left else right
         if ends[0] is None:
             refuse(ends == (None, None) and (q.shape[1], k.shape[1]) == longest, "lengths of dense tensors")
             seen = _visible(*longest, left, right)
@@ -175,6 +188,7 @@ class Operators:
 
     def _plan(self, way: str, q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: bool) -> dict[str, Any]:
         self.calls.append("cudnn")
+        refuse_misaligned(*(x for x in (q, k, v) if x.shape[3] % 8 == 0))  # other head dims do not come here
         dims = q.shape[3], v.shape[3]
         refuse(self.card is None or self.card.cudnn_runs(dims, way == "backward"), f"cuDNN has no engine for {dims}")
         refuse(bias is None and min(q.shape[2], k.shape[2]) > 1, f"{q.shape[2]} queries and {k.shape[2]} keys")
@@ -208,6 +222,7 @@ class Operators:
 
     def _efficient(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
         self.calls.append("efficient" if bias is None else "bias")
+        refuse_misaligned(q, k, v)
         refuse(q.shape[1] == k.shape[1] == v.shape[1] and q.shape[3] % 8 == v.shape[3] % 8 == 0, "heads, head dims")
         refuse(not causal or (bias is None and q.shape[2] == k.shape[2]), "causal rectangles")
         if bias is not None:

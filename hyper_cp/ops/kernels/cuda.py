@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from ...schedule.ranges import Rows
-from .inputs import TileInputs
+from .inputs import Rectangle, TileInputs, backward_each, forward_each
 from .operators import OperatorKernel, Packing, gather, packing, scatter, window
 from .reference import KERNEL as REFERENCE
 
@@ -38,6 +38,8 @@ class _Flash:
     name, grouped, least = "flash", True, 1
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if not _has_window(tile):
+            return forward_each(self.forward, tile, _halves(tile))
         rows, cols, lengths = _sequences(tile)
         q, k, v = (_entering(x, at, tile) for x, at in ((tile.q, rows), (tile.k, cols), (tile.v, cols)))
         causal, bounds = _window(tile)
@@ -46,6 +48,8 @@ class _Flash:
         return _leaving(out, rows, tile.q, tile.v.shape[3]), lse
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not _has_window(tile):
+            return backward_each(self.backward, tile, _halves(tile), dout, out, lse)
         rows, cols, lengths = _sequences(tile)
         dout, q, out = (_entering(x, rows, tile) for x in (dout, tile.q, out.to(tile.q.dtype)))
         k, v = (_entering(x, cols, tile) for x in (tile.k, tile.v))
@@ -101,15 +105,16 @@ class _CuDNN:
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         if min(tile.q.shape[2], tile.k.shape[2]) < self.least:  # no other backend is allowed
             return REFERENCE.forward(tile)
+        q, k, v = (_aligned(x) for x in (tile.q, tile.k, tile.v))
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            tile.q, tile.k, tile.v, None, True, 0.0, tile.causal, False, scale=tile.scale
+            q, k, v, None, True, 0.0, tile.causal, False, scale=tile.scale
         )
         return out, lse.reshape(tile.q.shape[:3])  # [B, H, Sq, 1]
 
     def backward(self, tile: TileInputs, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if min(tile.q.shape[2], tile.k.shape[2]) < self.least:
             return REFERENCE.backward(tile, dout, out, lse)
-        q, k, v = tile.q, tile.k, tile.v
+        q, k, v = (_aligned(x) for x in (tile.q, tile.k, tile.v))
         out, dout = (_in_memory_as(x.to(q.dtype), q) for x in (out, dout))
         lse = _statistics(lse, q, k, v, out)
         lengths = (None, None, q.shape[2], k.shape[2])  # not packed: no cumulative lengths
@@ -146,7 +151,15 @@ def _pad_heads(x: Tensor, tile: TileInputs | None = None) -> Tensor:
     """Pad head dims to a multiple of 8, as the operators need; with ``tile``, to the larger of q's and v's."""
     dim = x.shape[-1] if tile is None else max(tile.q.shape[3], tile.v.shape[3])
     missing = dim + -dim % 8 - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
+    return F.pad(x, (0, missing)) if missing else _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy if a row of it does not begin at a multiple of 16 bytes, which operators load at a time. (A
+    message may have log-sum-exps between the rows.)"""
+    step = max(1, 16 // x.element_size())
+    starts = [x.storage_offset(), *(stride for stride, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)]
+    return x if all(start % step == 0 for start in starts) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _window(tile: TileInputs) -> tuple[bool, dict[str, int]]:
@@ -155,6 +168,23 @@ def _window(tile: TileInputs) -> tuple[bool, dict[str, int]]:
     if left == -1 and right in (-1, 0):
         return right == 0, {}
     return False, {"window_size_left": left, "window_size_right": right}
+
+
+def _has_window(tile: TileInputs) -> bool:
+    """True if FlashAttention reads the window of a tile as it is meant. It takes a bound of as many keys as the longest
+    sequence has, or more, for none; and where the left one is a bound and the right one is none, it puts that number
+    in place of the right one, which hides keys from the first rows of a tile that has more rows than that."""
+    left, right = window(tile) or (-1, -1)
+    rows, cols = (tile.q.shape[2], tile.k.shape[2]) if tile.parts is None else packing(tile).longest
+    if 0 <= right < cols or (left == -1 and right == -1):
+        return True
+    everything = right == -1 or right >= rows - 1
+    return everything and (left == -1 or left >= cols or cols >= rows - 1)
+
+
+def _halves(tile: TileInputs) -> Iterator[Rectangle]:
+    """The parts of a tile one by one, or the two halves of its rows. (A few rows have a window always.)"""
+    return tile.row_bands(-(-tile.q.shape[2] // 2)) if tile.parts is None else tile.rectangles()
 
 
 def _in_memory_as(x: Tensor, like: Tensor) -> Tensor:

@@ -240,6 +240,35 @@ def test_the_memory_efficient_operator_gets_an_output_whose_heads_are_dense() ->
             assert found.status == "ok", (layout, dims, found)
 
 
+def test_windows_of_any_shape_are_read_as_they_are_meant() -> None:
+    """FlashAttention reads bounds of as many keys as there are, and missing ones, in a way of its own."""
+    rng, kernel = random.Random(0), cuda.KERNELS["cuda cudnn without memory-efficient"]
+    for _ in range(200):
+        rows, cols = rng.randint(1, 40), rng.randint(1, 40)
+        band = rng.choice((None, rng.randint(-40, 0))), rng.choice((None, rng.randint(0, 60)))
+        parts = None
+        if min(rows, cols) > 4 and rng.random() < 0.4:
+            a, b = rng.randint(1, rows - 1), rng.randint(1, cols - 1)
+            parts = (((0, a), (0, b)), ((a, rows), (b, cols)))
+        tile = diagnosis.Tile(rows, cols, band, parts, batch=rng.choice((1, 2)), heads=(2, 1), dims=(8, 8))
+        with Operators().installed(), mock.patch.object(cuda, "takes", lambda *_: True):
+            found = tiles.check_tile("kernels", kernel, tile, tile.tensors("cpu", torch.float32))
+        assert not found.failed, found
+
+
+def test_rows_that_operators_cannot_load_are_copied() -> None:
+    """A message has log-sum-exps between the rows of its tensors: operators refuse such strides, or misread them."""
+    for name in ("cuda memory-efficient without flash", "cuda flash without memory-efficient", "cuda cudnn"):
+        tile = diagnosis.Tile(40, 40, tiles.CAUSAL, heads=(2, 2))
+        tensors = []
+        for x in tile.tensors("cpu", torch.float32):
+            wide = torch.zeros(2, 40, 2 * 64 + 2)
+            tensors.append(wide[..., 1:-1].unflatten(2, (2, 64)).transpose(1, 2).copy_(x))
+        with Operators().installed():
+            results = diagnosis.run_tile(cuda.KERNELS[name], tile, tensors)
+        assert all(relative_error(found, want) < 1e-5 for _, found, want in results), name
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 def test_statistics_of_cudnn_are_those_of_its_forward(ragged: bool) -> None:
     """[B, S, H] in memory if PyTorch packs batch rows, which it does for tensors in [B, S, H, D] only."""
