@@ -83,6 +83,7 @@ PRIVATE_ELSEWHERE = {
     ("ops/writes.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
     ("ops/recurrence/engine.py", "_base"): VIEWS,
+    ("integrations/accelerate.py", "_shared_state"): "whether an Accelerator is choosing between DDP and FSDP",
     ("integrations/accelerate.py", "_step_count"): "that of a scheduler, as accelerate's own wrapper reads it",
     ("integrations/trainer.py", "_orig_mod"): "the module inside a compiled one, which has no public name",
     ("integrations/trainer.py", "_models"): PREPARED,

@@ -18,6 +18,7 @@ from typing import Any
 
 import accelerate
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,16 +32,42 @@ from .transformers import prepare_model
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
-    """Accelerate's class of this name, environment variables included, that also accepts a CPU (with DDP)."""
+    """Accelerate's class of this name, environment variables included, that also runs with DDP and on a CPU.
+
+    Accelerate's own context parallelism needs FSDP2, so an ``Accelerator`` without it refuses ``cp_size`` on GPUs.
+    """
+
+    _has_mesh = False
+
+    @property
+    def cp_enabled(self) -> bool:
+        """True if ``cp_size`` is above 1; not yet while an ``Accelerator`` chooses between DDP and FSDP, which it does
+        before it makes the mesh."""
+        # Private: accelerate 1.15 asks the configuration only, and no argument lets DDP run beside context parallelism.
+        state = AcceleratorState._shared_state
+        chooses = state.get("parallelism_config") is self and state.get("device_mesh") is None
+        return bool(self.cp_size > 1 and (self._has_mesh or not chooses))
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        self._has_mesh = True
+        try:
+            return super().get_device_mesh(device_type)
+        finally:
+            self._has_mesh = False
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        if accelerator.distributed_type != DistributedType.MULTI_CPU:
-            super()._validate_accelerator(accelerator)
-        elif self.total_size != accelerator.num_processes:
+        if self.total_size != accelerator.num_processes:
             raise ValueError(
                 f"ParallelismConfig has {self.total_size} ranks (cp_size={self.cp_size} times the other sizes), and "
                 f"{accelerator.num_processes} processes run. Each process is one rank. Make the two numbers equal"
             )
+        if self.cp_size > 1 and accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+            raise ValueError(
+                f"ParallelismConfig(cp_size={self.cp_size}) with fsdp_version=1. Accelerate shards parameters over all "
+                "data and context parallel ranks together, which its FSDP1 cannot. Set fsdp_version=2"
+            )
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:
+            super()._validate_accelerator(accelerator)
 
 
 def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> ContextParallelHandler:

@@ -121,6 +121,53 @@ def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) ->
 
 
 @on_ranks
+def accelerated_on_gpus(fsdp_version: int) -> tuple[float, str]:
+    """A step of DDP where accelerate sees several GPUs, which it asks for FSDP2; the tensors are on the CPU."""
+    from unittest import mock
+
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig, enable
+
+    world = dist.get_world_size()
+    model, batches = make("llama").float(), rows(1, padded=True)
+    count = int((batches[0]["shift_labels"] != -100).sum())
+    want = one_device(model, batches, count)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    config = ParallelismConfig(cp_size=world)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=fsdp_version) if fsdp_version else None
+    try:
+        with mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):  # DDP of a module on the CPU
+            accelerator = Accelerator(parallelism_config=config, fsdp_plugin=plugin)
+            if fsdp_version:
+                return 0.0, f"{accelerator.distributed_type} {accelerator.is_fsdp2}"
+            handler = enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
+            made = accelerator.prepare(model)
+        local = prepare_batch(handler, {key: x for key, x in batches[0].items() if key != "shift_labels"})
+        loss = made(**{**local, "num_items_in_batch": count}).loss
+        accelerator.backward(loss * world)
+        grads = {name: p.grad for name, p in accelerator.unwrap_model(made).named_parameters()}
+        return difference(grads, want[1]), type(made).__name__
+    except ValueError as error:
+        return 0.0, str(error)
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def test_ddp_on_several_gpus(ranks: Any) -> None:
+    """Without FSDP2 accelerate refused ``cp_size`` on GPUs, as its own context parallelism needs it."""
+    for error, made in ranks(2, accelerated_on_gpus, 0):
+        assert error <= 2e-5 and made == "DistributedDataParallel", made
+    assert ranks(2, accelerated_on_gpus, 2) == [(0.0, "DistributedType.FSDP True")] * 2
+    assert all("Set fsdp_version=2" in text for _, text in ranks(2, accelerated_on_gpus, 1))
+
+
+@on_ranks
 def accelerated_state(directory: str, first: int, last: int) -> float:
     """Steps ``first`` to ``last`` with accelerate on one cp mesh of all ranks, from a saved state and to one: the error
     of the weights against one device."""
