@@ -1,7 +1,7 @@
 """CUDA: the operators behind F.scaled_dot_product_attention, chosen as it chooses, tile by tile.
 
-Not executed by the tests, which have no GPU: they check shapes on fake tensors; what runs on hardware
-is ``benchmarks/device/check.py``.
+Tests have no GPU: they check shapes on fake tensors, and numbers with mocks of the operators. What runs on hardware is
+``benchmarks/device/check.py``.
 """
 
 from __future__ import annotations
