@@ -25,7 +25,7 @@ from .data.pooling import pool
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
-from .mesh.batch_state import Counted, Split
+from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import StyledMesh, bindings, swapped
 from .ops import max_logits
@@ -334,7 +334,7 @@ class ContextParallelHandler(Shares):
             if the block cannot be around the forward (a pipeline), or if activation checkpointing is not torch's own,
             which records the documents of its forward.
         """
-        copied, ends = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length, ()
+        copied, ends, filled = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length, (), None
         if isinstance(cu_seqlens, LocalBatch) and not copied:
             table = cu_seqlens.documents
             if table is not None and cu_seqlens.tokens is not None and tokens_of(table) is None:  # a copy
@@ -353,11 +353,12 @@ class ContextParallelHandler(Shares):
                     if table is cu_seqlens and tokens_of(table) is None:
                         table = table.clone()  # the caller's own buffer, which may be written to before a recompute
                 table = padded_table(self, table)
-        state = self.cp.batch
-        batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else None
-        length, padded = (batch.length, batch.padded_length) if batch is not None else (None, None)
-        counted = Counted() if batch is None else batch.counted
-        block = state.enter(table, Split(self.layout, self.cp.size, length, padded, ends, counted))
+                filled = max(table[:, -1].tolist()) if ends else None
+        state, batch = self.cp.batch, cu_seqlens if isinstance(cu_seqlens, LocalBatch) else LocalBatch()
+        length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
+        of_batch = filled, batch.rows, batch.rows_first, batch.counted
+        split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
+        block = state.enter(table, split)
         try:
             yield table
         finally:
@@ -475,15 +476,18 @@ class ContextParallelHandler(Shares):
         return loss.mean_loss(losses, per_token, labels, whole, check=check, **options)
 
     def _without_padding(self, x: Any, value: Any) -> Any:
-        """Labels, or a mask, ``[B, S/n]`` with a value at positions with which the split of the block's batch has
+        """Labels, or a mask, of this rank's tokens with a value at positions with which the split of their batch has
         filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
-        may be a class."""
-        found = self.cp.batch.padding_in_block(tuple(x.shape)) if isinstance(x, Tensor) else None
-        if found is None or torch.compiler.is_compiling() or not is_int(value):
+        may be a class. The batch is the one that they are an entry of, or else that of the block."""
+        if not isinstance(x, Tensor) or torch.compiler.is_compiling() or not is_int(value):
             return x
-        if by_documents(self.layout) and self.cp.batch.documents is None:
+        padding, past = self.cp.batch.entry(x) or (self.cp.batch.padding_in_block, None)
+        if padding is None or (past is None and by_documents(self.layout) and self.cp.batch.documents is None):
             return x
-        return x.masked_fill((self.position_ids(found[1]) >= found[0]).to(x.device), value)
+        if past is None:
+            past = self.position_ids(padding.padded) >= torch.tensor(padding.ends)[:, None]
+        where = padding.spread(past, tuple(x.shape))
+        return x if where is None else x.masked_fill(where.to(x.device), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Return the largest attention logit of each head of each module since the last call of this method, for

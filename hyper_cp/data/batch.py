@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
-from ..mesh.batch_state import Counted
+from ..mesh.batch_state import Counted, Padding
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
@@ -41,6 +41,10 @@ class LocalBatch:
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
     """Positions of all ranks together."""
+    rows: int | None = None
+    """Rows of the batch, of which each rank has a share; None: it is not known."""
+    rows_first: bool = True
+    """False if tokens lie as ``[S, B]``."""
     weight: Any = 1.0
     """In ``handler.loader(..., accumulate=)`` the share of its labels in those of all micro-batches."""
     weights: Sequence[Any] = (1.0,)
@@ -126,7 +130,7 @@ def read_batch(
         shares = whole.split(fill, positions=named)
         found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
-        found.tokens = tokens_of(whole.table)
+        found.tokens, found.rows, found.rows_first = tokens_of(whole.table), whole.rows, whole.dim > 0
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
             handler.cp.batch.record_packed(labels)
@@ -302,15 +306,19 @@ class WholeBatch:
             fill: the values (default 0) with which entries are padded.
             positions: False for a batch whose entries have no names.
         """
-        handler, state, shape = self.handler, self.handler.cp.batch, self.first.shape
+        handler, state = self.handler, self.handler.cp.batch
         state.batches += 1
         state.counted = Counted()
-        rows = shape.numel() // max(self.length, 1) if self.first.ndim < 3 else shape[0]
-        share = rows, self.padded // handler.cp.size
-        state.padded = None if self.padded == self.length else (share, self.length, self.padded)
-        shares = dict(self.entries)
+        shares, past = dict(self.entries), None
         for name, dim in self.dims.items():
             shares[name] = local_share(handler, shares[name], dim, self.table, fill.get(name, 0))
+        state.padded = None
+        if self.padded > self.length:
+            share, rows_first = self.padded // handler.cp.size, self.dim > 0
+            state.padded = Padding((self.length,), self.padded, share, self.rows, rows_first)
+            layout = resolve_layout(handler, self.padded, self.table, "padded length")
+            past = layout.positions(handler.cp.rank)[None] >= self.length
+        state.record_entries((shares[name] for name in self.dims), state.padded, past)
         if positions and shares.get("position_ids") is None:
             at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
             shares["position_ids"] = self.positions(at).to(self.first.device)

@@ -138,7 +138,8 @@ def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | 
         raise ValueError(
             f"losses of shape {tuple(losses.shape)} come without labels or mask, and this batch of {length} positions "
             f"was padded to {padded}. The losses of padding, and zeros for ignored labels, would count in the mean. "
-            'Pass labels too, mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count'
+            'Pass labels too, mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count: in the '
+            "block of the batch, mask=torch.ones_like(losses) leaves the padding out"
         )
 
 
@@ -249,8 +250,8 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     if losses.ndim > 2 and labels is None and mask is None:
         raise ValueError(
             f"losses has shape {tuple(losses.shape)} and there are no labels. Logits have three dimensions, and losses "
-            "of tokens two. If these are logits, pass labels; if they are losses of tokens, flatten them to two "
-            "dimensions, or pass a mask of their shape"
+            "of tokens two. If these are logits, pass labels; if they are several losses for each token, pass a mask "
+            "of their shape (torch.ones_like(losses): padding of the split does not count)"
         )
     if losses.ndim == 0:
         raise ValueError(

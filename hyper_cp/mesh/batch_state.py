@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from .._torch import checkpoint
 
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
+ENTRIES = 64
+"""Entries of batches that are recorded, beside those of the last one."""
 FEW = 64
 """The most tokens that a model is expected to add to its sequence, such as registers."""
 
@@ -39,12 +43,56 @@ class Split:
     padded: int | None = None
     ends: tuple[int, ...] = ()
     """The positions before padding of each row of documents that the block was entered with instead."""
+    filled: int | None = None
+    """Their positions with padding."""
+    rows: int | None = None
+    """Rows of the batch, if they are known."""
+    rows_first: bool = True
+    """False: tokens lie as [S, B]."""
     counted: Counted = Counted()
 
     @property
     def share(self) -> int | None:
         """Positions of each rank."""
         return None if self.padded is None else self.padded // self.ranks
+
+    @property
+    def padding(self) -> Padding | None:
+        """The positions with which the sequence was filled up; None: none, or unknown."""
+        ends, padded = self.ends or ((self.length,) if self.length else ()), self.padded or self.filled
+        if not ends or not padded or min(ends) == padded or padded == self.ranks:
+            return None
+        return Padding(ends, padded, padded // self.ranks, self.rows, self.rows_first)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The positions with which the split of a batch has filled up its sequence."""
+
+    ends: tuple[int, ...]
+    """The positions before padding of each row, or of all rows in one number."""
+    padded: int
+    share: int
+    """Positions of each rank."""
+    rows: int | None = None
+    rows_first: bool = True
+
+    def spread(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """Numbers of a share's tokens ``[1 or B, share]``, in a form that broadcasts to values of this shape: a value,
+        or several, for each token, flattened or not. None: these are no values of all tokens of the share."""
+        rows, ones = self.rows, [1] * (len(shape) - 2)
+        if self.rows_first and len(shape) > 1 and shape[1] == self.share and rows in (None, shape[0]):
+            return tokens.view(-1, self.share, *ones)
+        if rows is None or not shape or len(tokens) not in (1, rows):
+            return None
+        if not self.rows_first and shape[:2] == (self.share, rows):
+            return tokens.mT.reshape(self.share, -1, *ones)
+        whole = tokens.expand(rows, -1)
+        if shape[0] == rows * self.share:
+            return (whole if self.rows_first else whole.mT).reshape(-1, *[1] * (len(shape) - 1))
+        if self.rows_first and len(shape) == 2 and shape[0] == rows and shape[1] and shape[1] % self.share == 0:
+            return whole.repeat_interleave(shape[1] // self.share, 1)
+        return None
 
 
 class Block:
@@ -117,8 +165,10 @@ class BatchState:
         """Labels of the latest batches with packed documents."""
         self._explicit: set[bool] = set()
         """True if an attention call had documents or an explicit mask, False if one had neither."""
-        self.padded: tuple[tuple[int, int], int, int] | None = None
-        """Rows and positions of a share of the last batch, and its length before and after padding; None: none."""
+        self.padded: Padding | None = None
+        """That of the last batch."""
+        self._entries: list[tuple[weakref.ref[Tensor], Padding | None, Tensor | None]] = []
+        """Entries of the latest batches, the padding of each, and the positions of its share that are padding."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
@@ -203,20 +253,31 @@ class BatchState:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        if (found := self.padding_in_block(shape)) is not None:
-            return found
         split = self._split
-        if split is not None and split.length and split.length == split.padded:
+        found = self.padding_in_block
+        if found is None and (split is None or split.length is None or split.length != split.padded):
+            found = self.padded
+        if found is None or found.share == 1:
             return None
-        (rows, share), length, padded = self.padded or ((0, 0), 0, 0)
-        return (length, padded) if share > 1 and shape in ((rows, share), (rows * share,)) else None
+        flat = found.rows is None and any(n and n % found.share == 0 for n in shape[:2])  # perhaps of all tokens
+        belongs = flat or found.spread(torch.zeros(1, found.share), shape) is not None
+        return (max(found.ends), found.padded) if belongs else None
 
-    def padding_in_block(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The same of the batch of this thread's innermost block alone, for values ``[B, S/n]``."""
+    def record_entries(self, entries: Iterable[Any], padding: Padding | None, past: Tensor | None) -> None:
+        """Record the entries of a batch, which labels may be. ``past``: the positions ``[1, share]`` of padding."""
+        if not torch.compiler.is_compiling():
+            known = [entry for entry in self._entries if entry[0]() is not None]
+            self._entries = [*known[-ENTRIES:], *((weakref.ref(x), padding, past) for x in entries)]
+
+    def entry(self, x: Tensor) -> tuple[Padding | None, Tensor | None] | None:
+        """The padding of a tensor that is an entry of one of the latest batches; None if it is none."""
+        return next(((padding, past) for known, padding, past in self._entries if known() is x), None)
+
+    @property
+    def padding_in_block(self) -> Padding | None:
+        """That of the batch of this thread's innermost block."""
         split = self._split
-        if split is None or not split.length or not split.padded or split.length == split.padded:
-            return None
-        return (split.length, split.padded) if len(shape) == 2 and shape[1] == split.padded // split.ranks > 1 else None
+        return None if split is None else split.padding
 
     @property
     def weighed(self) -> Counted:

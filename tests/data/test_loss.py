@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -292,6 +293,62 @@ def padding_of_an_earlier_batch() -> float:
 def test_padding_is_that_of_the_batch_of_the_block(ranks: Any) -> None:
     """Before, it was that of the last batch: padding counted (0.75 for 1.0), or losses without padding were refused."""
     assert ranks(2, padding_of_an_earlier_batch) == [2.0, 2.0]
+
+
+@on_ranks
+def several_numbers_a_token(layout: str) -> dict[str, float]:
+    """Errors of means in a batch of 7 positions, which is padded to 8, against one device. The split fills up entries
+    whose names it does not know with 0."""
+    cp = init_device_mesh("cpu", (2,))
+    handler, g = ContextParallelHandler(cp, layout), torch.Generator().manual_seed(0)
+    losses, logits = (torch.randn(3, 7, *n, generator=g, dtype=torch.float64) for n in ((5,), (2, 4)))
+    codes = torch.randint(4, (3, 7, 2), generator=g)
+    whole = {"x": losses, "logits": logits, "codes": codes}
+    batch, other = (handler.get_batch_on_this_cp_rank(dict(whole)) for _ in range(2))
+    turned = {name: value.transpose(0, 1) for name, value in whole.items()}
+    first = handler.get_batch_on_this_cp_rank(turned, seq_dims=0)
+    row = handler.get_batch_on_this_cp_rank({name: value[0] for name, value in whole.items()}, seq_dims=0)
+    even = handler.get_batch_on_this_cp_rank({"x": losses[:, :6].repeat(1, 4, 1)[:, :8]})
+
+    def mean(batch: Any, form: Callable[[Tensor], Tensor] = lambda x: x, rows: bool = True) -> float:
+        x = form(batch["x"])
+        return handler.mean_loss(x, mask=torch.ones_like(x), elsewhere=True).item() - losses[: 3 if rows else 1].mean()
+
+    def coded(batch: Any, form: Callable[[Tensor], Tensor] = lambda x: x) -> float:
+        want = F.cross_entropy(logits.flatten(0, 2), codes.flatten())
+        return handler.mean_loss(form(batch["logits"]), form(batch["codes"]), elsewhere=True).item() - want
+
+    found = {}
+    with handler.documents(batch):
+        forms = {"as they are": lambda x: x, "flat": lambda x: x.flatten(0, 1), "wide": lambda x: x.flatten(1)}
+        found |= {name: mean(batch, form) for name, form in forms.items()}
+        found |= {"codes": coded(batch), "flat codes": coded(batch, lambda x: x.flatten(0, 1))}
+        for losses_of in forms.values():
+            with pytest.raises(ValueError, match=r"without labels or mask, and this batch of 7 positions was padded"):
+                handler.mean_loss(losses_of(batch["x"]), elsewhere=True)
+    with handler.documents(first):
+        found |= {
+            "sequence first": mean(first),
+            "flat, too": mean(first, lambda x: x.flatten(0, 1)),
+            "fc": coded(first),
+        }
+    with handler.documents(row):
+        found |= {"one row": mean(row, rows=False)}
+    with handler.documents(even):
+        found |= {"in another block": coded(other)}
+    with handler.documents([0, 7]):
+        x = handler.dispatch(losses, 1, pad_value=0.0)
+        found |= {"dispatched": handler.mean_loss(x, mask=torch.ones_like(x), elsewhere=True).item() - losses.mean()}
+        with pytest.raises(ValueError, match=r"without labels or mask, and this batch of 7 positions was padded to 8"):
+            handler.mean_loss(x.flatten(1), elsewhere=True)
+    handler.get_batch_on_this_cp_rank({"x": losses[:, :4]})
+    return {name: abs(float(x)) for name, x in (found | {"behind the blocks": coded(other)}).items()}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_padding_of_several_numbers_a_token_does_not_count(ranks: Any, layout: str) -> None:
+    for found in ranks(2, several_numbers_a_token, layout):
+        assert max(found.values()) <= 1e-12, found
 
 
 @on_ranks

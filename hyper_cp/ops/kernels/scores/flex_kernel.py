@@ -5,8 +5,8 @@ asked for. Backward computes the tile again: its gradient by FlexAttention is th
 log-sum-exp, which follow from those of the merged ones.
 
 All tiles are put into one form, so that one graph serves them: each has a band, whose bounds are tensors, listed and
-full blocks, and tensors that begin where their storage begins. The tests run it on the CPU, where FlexAttention is plain
-math, and count the graphs.
+full blocks, and tensors that begin where their storage begins. The tests run it on the CPU, where FlexAttention is
+plain math, and count the graphs.
 """
 
 from __future__ import annotations
