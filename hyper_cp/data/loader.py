@@ -30,6 +30,7 @@ def local_batches(
     whose ranks labels are counted: those of ``cp``, or more."""
     check_int("accumulate", accumulate, "It is the number of micro-batches before a step of the optimizer")
     check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
+    _refuse_second_count(batches, accumulate)
     source, ranks = iter(batches), ranks_of(mesh) if accumulate > 1 else ()
     more = mesh.size() > cp.size
     while group := [read(whole) for whole in islice(source, accumulate)]:
@@ -45,6 +46,21 @@ def local_batches(
                 numbers = (counts[number - 1] // (cp.size if more else 1)).tolist()
             local.counted = cp.batch.counted = Counted(ranks, tuple(numbers))
             yield local
+
+
+def _refuse_second_count(batches: Any, accumulate: int) -> None:
+    """Raise ``ValueError`` for a loader of accelerate at whose end ``accelerator.accumulate`` steps: all micro-batches
+    of the last group are read before the first of them runs, so it would step after each."""
+    state = getattr(batches, "gradient_state", None)
+    steps = getattr(state, "num_steps", 1)
+    if accumulate > 1 and steps > 1 and getattr(state, "sync_with_dataloader", False):
+        raise ValueError(
+            f"accumulate={accumulate} reads that many micro-batches ahead, and this loader belongs to an Accelerator "
+            f"with gradient_accumulation_steps={steps}, which steps once its loader has ended. It would step after "
+            "each micro-batch of the last group. Give the Accelerator "
+            f"GradientAccumulationPlugin(num_steps={steps}, sync_with_dataloader=False), or leave "
+            "accelerator.accumulate out and step when batch.last is True"
+        )
 
 
 def _counts(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh | None) -> Tensor:

@@ -236,6 +236,12 @@ class BatchState:
         return entered[-1].split.padded if entered and entered[-1].split else None
 
     @property
+    def rows_and_share(self) -> tuple[int, int] | None:
+        """Rows, and positions of each rank, of the batch of this thread's innermost block, if it knows them."""
+        split = self._split
+        return None if split is None or not split.rows or not split.share else (split.rows, split.share)
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """The positions before padding of each row of its documents, or of all rows in one number; (): the block does
         not know them."""
@@ -428,18 +434,20 @@ class BatchState:
             _refuse_whole(entered[-1].split, length, self._lengths.get(length))
 
     def _warn_of_changed_share(self, length: int, split: Split | None) -> None:
-        """Warn, once, of a call with a few positions more or less than this rank's share, as known from the block's
-        batch or from other batches: on every rank tokens were added, or dropped."""
+        """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
+        dropped. The share is that of the block's batch, of which a part without rest may be a pooled sequence; or that
+        of other batches, from which other sequences may differ by more than a few."""
         batch = [] if split is None or split.share is None else [split.share]
         for share in batch or [n for n, made in self._lengths.items() if made]:
-            if 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
+            if share % length if batch else 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
                 self.warned_of_length = True
                 what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
                 warnings.warn(
                     f"attention runs over {length} positions on this rank, {what} than its share of a batch, {share}. "
-                    "If every rank has added tokens (CLS, registers, prompts) or dropped some (x[:, :-1]), the "
+                    "If every rank has added tokens (CLS, registers, prompts, text) or dropped some (x[:, :-1]), the "
                     "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
-                    "before it is split; if this is another sequence, ignore the warning",
+                    "before it is split. If this is a dimension that is not split (frames, channels), leave the module "
+                    "out of the plan; if it is another sequence that is split, ignore the warning",
                     stacklevel=8,
                 )
                 return

@@ -66,6 +66,8 @@ class RunningCall:
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     shares: list[tuple[int, int]] = field(default_factory=list)
     """Rows and positions of tensors that may hold this rank's share of the sequence."""
+    calls: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Attention calls so far, by rows and positions of their queries."""
 
     @property
     def engine_only(self) -> bool:
@@ -138,31 +140,40 @@ def _keep(call: RunningCall, rows: Tensor, cp: CPMesh, documents: Tensor | None)
 
 
 def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
-    """Warn, once for a style on a module, of queries that are parts of this rank's share, as further batch rows."""
-    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4:
+    """Warn, once for a style on a module, of queries that are parts of this rank's share: as further batch rows, or one
+    call after another."""
+    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4 or not call.mesh.parallel:
         return
     rows, length = q.shape[0], q.shape[2]
-    for batch, share in call.shares:
-        if rows * length == batch * share and 0 < length < share and share % length == 0:
+    call.calls[rows, length] = call.calls.get((rows, length), 0) + 1
+    of_block = call.mesh.views[0].batch.rows_and_share
+    for batch, share in [*call.shares, *([] if of_block is None else [of_block])]:
+        again = 1 if rows > batch or call.module is None else call.calls[rows, length]
+        parts = rows * length * again
+        if parts == batch * share and 0 < length < share and share % length == 0:
             call.binding.warned = True
             warnings.warn(
-                f"{call.binding.name} attends to {rows} sequences of {length} positions, {share // length} for each of "
-                f"the {batch} rows of {share} positions that this rank holds. Attention joins each with the same one "
+                f"{call.binding.name} attends to sequences of {length} positions, {share // length} for each of the "
+                f"{batch} rows of {share} positions that this rank holds. Attention joins each with the same one "
                 "of every other rank, so windows, frames or blocks of the split sequence would see others. If they lie "
                 "within a rank's share, leave the module out of the plan (or the block); if each rank holds a part of "
                 "all of them, ignore this warning",
                 stacklevel=4,
             )
+            return
 
 
 def _warn_of_own_keys(call: RunningCall, request: AttentionRequest) -> None:
-    """Warn, once for a style on a module, of a few keys more than queries: each rank may have added them."""
+    """Warn, once for a style on a module, of keys that are more than queries and no share: each rank may have added
+    some."""
     style, q, k = call.binding.style, request.query, request.key
     if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4 or k.ndim != 4 or not call.mesh.parallel:
         return
     more = k.shape[2] - q.shape[2]
     known = style.cross_attention or request.masked or style.mode.kv_exchange == "replicated"
-    if not known and 0 < more <= min(FEW, q.shape[2] - 1):
+    batch = call.mesh.views[0].batch
+    added = 0 < more <= min(FEW, q.shape[2] - 1) or (more > 0 and batch.in_block and not batch.is_share(k.shape[2]))
+    if not known and added:
         call.binding.warned = True
         warnings.warn(
             f"{call.binding.name} attends from {q.shape[2]} queries to {k.shape[2]} keys on each rank. Keys that a "

@@ -121,6 +121,40 @@ def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) ->
 
 
 @on_ranks
+def accumulated_twice(sync: bool) -> tuple[list[bool], str]:
+    """Where ``accelerator.accumulate`` synchronises, of four micro-batches that ``handler.loader`` reads ahead, and the
+    error."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from hyper_cp.integrations.accelerate import ParallelismConfig, enable
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=sync)
+    config = ParallelismConfig(cp_size=dist.get_world_size())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, parallelism_config=config)
+    handler = enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
+    samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(4)]
+    loader, found = accelerator.prepare_data_loader(torch.utils.data.DataLoader(samples)), []
+    try:
+        for _ in handler.loader(loader, shift_labels=True, accumulate=2):
+            with accelerator.accumulate():
+                found.append(accelerator.sync_gradients)
+    except ValueError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_a_loader_that_reads_ahead_of_accumulate(ranks: Any) -> None:
+    """Before, it synchronised and stepped after both micro-batches of the last group."""
+    for found, error in ranks(2, accumulated_twice, True):
+        assert not found and "sync_with_dataloader=False" in error
+    assert ranks(2, accumulated_twice, False) == [([False, True, False, True], "")] * 2
+
+
+@on_ranks
 def accelerated_on_gpus(fsdp_version: int) -> tuple[float, str]:
     """A step of DDP where accelerate sees several GPUs, which it asks for FSDP2; the tensors are on the CPU."""
     from unittest import mock

@@ -477,6 +477,50 @@ def test_windows_that_are_rows_of_the_batch_warn_once(ranks: Any) -> None:
         assert ranks(2, windows_of, 0, block) == [[0, 0]] * 2
 
 
+class InWindows(nn.Module):
+    """Windows that a block cuts: as rows of the batch that its attention gets, or in a loop within the attention."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, Windows(0)
+        if how == "loop":
+            self.inner.forward = self.loop  # type: ignore[method-assign]
+
+    def loop(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+        parts = [F.scaled_dot_product_attention(part, part, part) for part in heads.split(4, 2)]
+        return torch.cat(parts, 2).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "pooled":  # half as many tokens, twice: no parts of the sequence
+            return self.inner(x[:, ::2]).repeat_interleave(2, 1)
+        return self.inner(x if self.how == "loop" else x.reshape(-1, 4, 8)).view_as(x)
+
+
+@on_ranks
+def windows_of_a_block(how: str, batched: bool) -> list[int]:
+    """Warnings of two forwards in the block of a batch."""
+    style, mesh, found = ContextParallel(1, 2, 1, None), cp_mesh(), []
+    model = parallelize_module(InWindows(how), mesh, {"inner": style})
+    handler = ContextParallelHandler(mesh, style)
+    batch = handler.get_batch_on_this_cp_rank({"inputs_embeds": torch.ones(3, 16, 8)})
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught, handler.documents(batch if batched else None):
+            warnings.simplefilter("always")
+            model(batch["inputs_embeds"])
+        found.append(len(caught))
+        assert all("windows, frames or blocks" in str(w.message) for w in caught)
+    return found
+
+
+def test_windows_that_a_block_or_a_loop_cuts_warn_once(ranks: Any) -> None:
+    """Only windows that became rows of the batch in the styled module itself did."""
+    assert ranks(2, windows_of_a_block, "rows", True) == [[1, 0]] * 2
+    for batched in (True, False):
+        assert ranks(2, windows_of_a_block, "loop", batched) == [[1, 0]] * 2
+    assert ranks(2, windows_of_a_block, "pooled", True) == [[0, 0]] * 2
+
+
 # --------------------------------------------------------------------------- two layouts in one model
 
 
@@ -530,33 +574,34 @@ def test_meshes_that_differ_in_a_model_warn_once(ranks: Any) -> None:
 
 
 class Adds(nn.Module):
-    """Attention over a sequence to which it adds a token, from which it drops one, or to whose keys it adds one."""
+    """Attention over a sequence to which it adds tokens, from which it drops one, or to whose keys it adds some."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.inner = how, Windows(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "keys":
+        if "keys" in self.how:
             q = x.unflatten(2, (2, 4)).transpose(1, 2)
-            k = torch.cat([torch.zeros_like(q[:, :, :1]), q], 2)
+            k = torch.cat([torch.zeros_like(q[:, :, :1]).repeat(1, 1, 90 if "many" in self.how else 1, 1), q], 2)
             return F.scaled_dot_product_attention(q, k, k)
         more = torch.zeros_like(x[:, :1])
-        return self.inner({"token": torch.cat([more, x], 1), "drop": x[:, :-1], "": x}[self.how])
+        added = {"token": torch.cat([more, x], 1), "text": torch.cat([more.repeat(1, 77, 1), x], 1)}
+        return self.inner({**added, "drop": x[:, :-1], "": x}[self.how])
 
 
 @on_ranks
 def warnings_of_added(how: str, block: bool) -> list[int]:
     """Warnings of two forwards, in the block of a batch or without one."""
     style, mesh = ContextParallel(1, 2, 1, None), cp_mesh()
-    model = parallelize_module(Adds(how), mesh, style if how == "keys" else {"inner": style})
+    model = parallelize_module(Adds(how), mesh, style if "keys" in how else {"inner": style})
     handler, found = ContextParallelHandler(mesh, style), []
     batch = handler.get_batch_on_this_cp_rank({"inputs_embeds": torch.ones(2, 16, 8)})
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught, handler.documents(batch if block else None):
             warnings.simplefilter("always")
             model(batch["inputs_embeds"])
-        words = "would count once for each of the 2 ranks" if how == "keys" else "once for each rank"
+        words = "would count once for each of the 2 ranks" if "keys" in how else "once for each rank"
         found.append(sum(words in str(w.message) for w in caught))
     return found
 
@@ -566,6 +611,8 @@ def test_tokens_that_every_rank_adds_warn_once(ranks: Any) -> None:
     for how in ("token", "drop", "keys"):
         for block in (True, False):
             assert ranks(2, warnings_of_added, how, block) == [[1, 0]] * 2, (how, block)
+    for how in ("text", "many keys"):  # more than a rank has of its own: another sequence, unless the batch is known
+        assert ranks(2, warnings_of_added, how, True) == [[1, 0]] * 2, how
     assert ranks(2, warnings_of_added, "", True) == [[0, 0]] * 2
 
 
