@@ -122,7 +122,7 @@ def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) ->
 
 @on_ranks
 def accumulated_twice(sync: bool) -> tuple[list[bool], str]:
-    """Where ``accelerator.accumulate`` synchronises, of four micro-batches that ``handler.loader`` reads ahead, and the
+    """Return where ``accelerator.accumulate`` synchronises, of four micro-batches that are read ahead, and the
     error."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState

@@ -130,6 +130,7 @@ QUICK = {
     "full": replace(_SQUARE, band=FULL),
     "causal": _SQUARE,
     "window": replace(_SQUARE, band=(-20, 0)),
+    "window of fewer keys": replace(_SQUARE, cols=40, band=(-60, None)),
     "packed": replace(_SQUARE, parts=tuple((part, part) for part in ((0, 40), (40, 41), (50, 96)))),
 }
 
@@ -148,8 +149,7 @@ def check_kernels(device: str) -> Iterator[Finding]:
 
 def _of_device(kind: str) -> Iterator[Finding]:
     for dtype in [torch.float32] if kind == "cpu" else [torch.bfloat16, torch.float32]:
-        tensors = _SQUARE.tensors(kind, dtype)
-        q, k, v, _ = tensors
+        q, k, v, _ = _SQUARE.tensors(kind, dtype)
         chosen = kernels.choose(q, k, v, False)
         for name, kernel in kernels.available(kind, selected=False).items():
             if kernel is flex_kernel.KERNEL:
@@ -160,15 +160,17 @@ def _of_device(kind: str) -> Iterator[Finding]:
             if unreachable:
                 yield Finding(SECTION, what, ABSENT, unreachable)
                 continue
-            yield _on_quick_tiles(kernel, what, tensors, name == chosen)
+            yield _on_quick_tiles(kernel, what, q, name == chosen)
 
 
-def _on_quick_tiles(kernel: Kernel, what: str, tensors: list[Tensor], chosen: bool) -> Finding:
-    """Check one kernel on all tiles; a kernel that nothing chose may refuse them."""
+def _on_quick_tiles(kernel: Kernel, what: str, like: Tensor, chosen: bool) -> Finding:
+    """Check one kernel on all tiles, on the device and in the dtype of a tensor; a kernel that nothing chose may refuse
+    them."""
     permitted = "" if chosen else "it refuses the tile"
     failed, refused = [], []
     for kind, tile in QUICK.items():
-        found = check(SECTION, what, tensors[0].dtype, partial(run_tile, kernel, tile, tensors), permitted)
+        tensors = tile.tensors(str(like.device), like.dtype)
+        found = check(SECTION, what, like.dtype, partial(run_tile, kernel, tile, tensors), permitted)
         failed += [f"{kind}: {found.note}"] if found.failed else []
         refused += [f"{kind}: {found.note}"] if found.status == REFUSED else []
     if failed or refused:
