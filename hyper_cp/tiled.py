@@ -48,6 +48,7 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     Raises:
         ValueError: if the module mixes positions, or is sharded inside by FSDP2.
         TypeError: in a call with several tensors, or with one inside of a list.
+        NotImplementedError: in a call with a backward, if the module writes to its input in place.
         RuntimeError: in backward, if weights were changed in place since forward.
 
     Note:
@@ -129,7 +130,14 @@ class _Tiled:
                 f"module {self._name} is tiled, and a weight of it has a hook (Tensor.register_hook), which would be "
                 "called for each chunk and for their sum. Use register_post_accumulate_grad_hook, or do not tile it"
             )
+        before = writes(x)
         out: Tensor = _Chunks.apply(_Call(self, args, kwargs, x, len(parameters)), x, *parameters)
+        if out.requires_grad and writes(x) != before:
+            raise NotImplementedError(
+                f"module {self._name} is tiled, and writes to its input in place (inplace=True, say). Backward computes "
+                "each chunk again, and the values of forward are gone. Let it make a new tensor, as x = x * 2 does in "
+                "place of x *= 2, or do not tile it"
+            )
         return out
 
     @property

@@ -267,3 +267,19 @@ def test_a_tensor_that_is_no_parameter_is_refused(leaf: bool) -> None:
     out = tiled(Conditioned(condition if leaf else condition.tanh()), 2)(torch.randn(2, 6, 4))
     with pytest.raises(NotImplementedError, match=r"reads a tensor \(shape \(4,\), or .* is no parameter of it"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_writes_to_the_input_are_refused_where_there_is_a_backward(needs_gradient: bool) -> None:
+    """Backward would compute the chunks of another input: other gradients of weights, without a word."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.SiLU(inplace=True), nn.Linear(4, 4))
+    x = torch.randn(2, 7, 4)
+    expected = copy.deepcopy(module)(x.clone())
+    tiled(module, 3)
+    with torch.no_grad():
+        given = x.clone()
+        torch.testing.assert_close(module(given), expected)
+        torch.testing.assert_close(given, F.silu(x))  # the caller sees the write, as without tiles
+    with pytest.raises(NotImplementedError, match="Sequential is tiled, and writes to its input in place"):
+        module(x.clone().requires_grad_(needs_gradient) * 1.0)
