@@ -134,7 +134,7 @@ class _Tiled:
         out: Tensor = _Chunks.apply(_Call(self, args, kwargs, x, len(parameters)), x, *parameters)
         if out.requires_grad and writes(x) != before:
             raise NotImplementedError(
-                f"module {self._name} is tiled, and writes to its input in place (inplace=True, say). Backward computes "
+                f"module {self._name} is tiled, and writes to its input in place (inplace=True, say). Backward makes "
                 "each chunk again, and the values of forward are gone. Let it make a new tensor, as x = x * 2 does in "
                 "place of x *= 2, or do not tile it"
             )

@@ -1,4 +1,5 @@
-"""Modes of functions and of operators: one is taken out of the stack, and one sees what our custom ops call inside.
+"""Modes of functions and of operators: one is taken out of the stack, one sees what our custom ops call inside, and
+calls are made past all of them.
 
 Leaving a ``TorchFunctionMode`` takes off the top of the stack, which is another one if the call that entered this mode
 was interrupted (Ctrl-C, after which torch runs no hooks). Needs ``_pop_mode``, ``_push_mode`` and
@@ -13,8 +14,10 @@ reach no mode in ``torch._C.DisableTorchFunction``. The same in torch 2.11 to 2.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import overrides
@@ -24,11 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from .version import moved
 
-__all__ = ["TorchDispatchMode", "past_modes", "run_kernel", "take_out", "tree_leaves"]
+__all__ = ["TorchDispatchMode", "past_modes", "run_kernel", "take_out", "tree_leaves", "unseen"]
 
 if not hasattr(torch._ops.OpOverload, "redispatch"):
     raise moved("OpOverload.redispatch")
 
+T = TypeVar("T")
 _KEYS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}
 
 
@@ -54,3 +58,24 @@ def past_modes() -> AbstractContextManager[None]:
     """A context in which functions of tensors reach no mode that is entered."""
     found: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return found
+
+
+def unseen(call: Callable[[], T], device: torch.device) -> T:
+    """Return ``call()``, without gradients, in another thread: no mode of this one sees what it calls, and nothing is
+    routed. Stream and autocast are those of this thread.
+
+    For comparisons that only a first forward makes: a selective checkpoint counts the operators that it sees, and would
+    take the results of others in a recompute.
+    """
+    module, kind = torch.get_device_module(device), device.type
+    has_streams = hasattr(module, "current_stream")
+    stream = module.stream(module.current_stream(device)) if has_streams else nullcontext()
+    casts = torch.is_autocast_enabled(kind)
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind)) if casts else nullcontext()
+
+    def without_gradients() -> T:
+        with torch.no_grad(), autocast, stream:
+            return call()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(without_gradients).result()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch.modes import unseen
 from ..mesh.comm import gather_ranks
 from ..mesh.cp_mesh import CPMesh
 from ..ops.config import Call, Mode
@@ -81,18 +82,22 @@ class LatentLayer:
         """Raise ``ValueError`` on every rank unless keys and values are what the weight makes of the latents. False:
         a rank cannot tell yet, since its numbers are zero."""
         heads, bar = q.shape[1], 1e-9 if q.dtype == torch.float64 else 1e-4 if q.dtype == torch.float32 else 3e-2
-        fits = latent.ndim == 3 and latent.shape[1] == k.shape[2] and k.shape[1] == v.shape[1] == heads
-        fits = fits and len(weight) % heads == 0 and 0 < plain < k.shape[3] and weight.shape[1] == latent.shape[2]
-        known = one = True
-        if fits:
-            with torch.no_grad():
+
+        def verdicts() -> list[bool]:
+            fits = latent.ndim == 3 and latent.shape[1] == k.shape[2] and k.shape[1] == v.shape[1] == heads
+            fits = fits and len(weight) % heads == 0 and 0 < plain < k.shape[3] and weight.shape[1] == latent.shape[2]
+            known = one = True
+            if fits:
                 rope = k[..., plain:]
                 made = expand(latent.to(weight.dtype).unsqueeze(1), rope, heads, k.shape[3], weight, bias)
                 fits = all(bool((a - b).abs().max() <= bar * b.abs().max()) for a, b in zip(made, (k, v), strict=True))
                 known = all(bool(x.any()) for x in (k[..., :plain], v, rope))
                 one = bool((rope == rope[:, :1]).all())
-        verdicts = gather_ranks(cp.flat, torch.tensor([fits, known, one], dtype=torch.uint8, device=q.device))
-        fits, known, one = verdicts.amin(0).bool().tolist()
+            mine = torch.tensor([fits, known, one], dtype=torch.uint8, device=q.device)
+            found: list[bool] = gather_ranks(cp.flat, mine).amin(0).bool().tolist()
+            return found
+
+        fits, known, one = unseen(verdicts, q.device)
         if not fits:
             raise ValueError(
                 f"latents_from={self.name!r}: {self.owner} calls attention with key {tuple(k.shape)} and value "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import checkpoint
+from .._torch.modes import unseen
 from .._torch.modules import averaging_ranks, running_modules
 from ..mesh.agreement import digest, digest_of_tensor
 from .dtensor import CPDims, ranks_along
@@ -113,7 +114,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     if cp.agreement not in plan.compared:  # the weights of another model with such a plan are others
         model = model or _model(binding, module)
         _refuse_zero3(model)
-        weights = dict(digests(model, mesh.cp_dims))
+        weights = unseen(lambda: dict(digests(model, mesh.cp_dims)), torch.device(mesh.mesh.device_type))
         total = digest("".join(f"{name}={value}" for name, value in weights.items()).encode())
         cp.agree("weights", plan.signature, binding.name, (("weights", total),), lambda: weights, always=True)
         plan.compared.add(cp.agreement)

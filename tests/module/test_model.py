@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
 from hyper_cp.mesh import comm
 from tests.harness import modules
-from tests.harness.attention_case import cp_mesh
+from tests.harness.attention_case import FP64, cp_mesh
+from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 from tests.harness.styled import RING1, local
 
@@ -242,3 +245,25 @@ def test_zero_3_is_refused_before_anything_travels(ranks: Any) -> None:
     for error, _, travelled in ranks(2, partitioned):
         assert "NotImplementedError: parameter 'layers.1.proj.weight' of Model is partitioned by DeepSpeed" in error
         assert "fully_shard" in error and not travelled
+
+
+def save_all_but_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE if "mm" in str(op) else CheckpointPolicy.PREFER_SAVE
+
+
+@on_ranks
+def first_steps() -> float:
+    """The largest error of a gradient in the first step under a selective checkpoint, beside one without."""
+    torch.manual_seed(0)
+    model, x = Model(), local()[0][0]
+    plain, saved = styled(copy.deepcopy(model)), styled(model)
+    plain(x).square().sum().backward()
+    contexts = partial(create_selective_checkpoint_contexts, save_all_but_products)
+    checkpoint(saved, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+    pairs = zip(saved.parameters(), plain.parameters(), strict=True)
+    return max(relative_error(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+
+
+def test_a_selective_checkpoint_does_not_see_the_comparison(ranks: Any) -> None:
+    """It counts operators: its recompute, which compares nothing, would take the results of others."""
+    assert max(ranks(2, first_steps)) < FP64

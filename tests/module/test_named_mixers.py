@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel_mesh, split_cp_mesh
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.ops import SAVE_LIST
+from tests.harness.operators import Operators
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 from tests.harness.recurrence_oracle import convolve, recur
 
@@ -186,6 +187,12 @@ def otherwise() -> dict[str, float]:
         with handler.documents(DOCUMENTS):
             run = partial(checkpoint, styled("delta", mesh, "head_tail"), use_reentrant=False, **more)
             found[name] = error("delta", handler, run, DOCUMENTS)
+    seen, module = [], styled("delta", mesh, "head_tail")
+    for _ in range(2):
+        with handler.documents(DOCUMENTS), Operators() as operators:
+            found["seen"] = error("delta", handler, module, DOCUMENTS)
+        seen.append(operators.calls)
+    assert seen[0] == seen[1], "a checkpoint sees the comparison of the first call, and its recompute has none"
     with handler.documents(DOCUMENTS):
         graph = torch.compile(styled("delta", mesh, "head_tail"), fullgraph=True, backend="eager")
         found["compiled"] = error("delta", handler, graph, DOCUMENTS)

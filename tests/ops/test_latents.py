@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel, latents_and_weight
 from hyper_cp.mesh import comm
@@ -491,31 +492,46 @@ class Expands(Block):
 FROM_LAYER: dict[str, Any] = {"ulysses_degree": 1, "qkv_indices": None, "kv_exchange": "ring", "latents_from": "up"}
 
 
+def save_products_and_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = (torch.ops.aten.mm.default, *SAVE_LIST)
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @on_ranks
-def layer_errors(per_head: bool, bias: bool) -> tuple[float, int]:
+def layer_errors(per_head: bool, bias: bool, selective: bool) -> tuple[float, int]:
     """The largest error of a gradient where a style names the layer that expands, in two steps, and the bytes sent."""
     case, mesh = LatentCase(16, True), cp_mesh()
     alone = Expands(case, per_head)
     if bias:
         alone.up = nn.Linear(RANK, case.heads * (PLAIN + case.v_dim), dtype=case.dtype)
     model = parallelize_module(copy.deepcopy(alone), mesh, ContextParallel(**FROM_LAYER))
+    contexts = partial(create_selective_checkpoint_contexts, save_products_and_attention)
+    selected: Any = {"use_reentrant": False, "context_fn": contexts}
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
     x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     first, sent = 8 * torch.distributed.get_rank(), 0
     for _ in range(2):
         alone(x).square().sum().backward()
         with comm.record_traffic() as log:
-            model(x[:, first : first + 8]).square().sum().backward()
+            share = x[:, first : first + 8]
+            (checkpoint(loss, share, **selected) if selective else loss(share)).backward()
         sent = sum(n for name, n in log.entries if name == "send_recv")
     grads = sum_over_ranks(*(p.grad for p in model.parameters() if p.grad is not None))
     pairs = zip(grads, alone.parameters(), strict=True)
     return max(relative_error(a, b.grad) for a, b in pairs if b.grad is not None), sent
 
 
-@pytest.mark.parametrize(("per_head", "bias"), [(False, False), (True, False), (False, True)])
-def test_a_style_names_the_layer_that_expands(ranks: Any, per_head: bool, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("per_head", "bias", "selective"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+)
+def test_a_style_names_the_layer_that_expands(ranks: Any, per_head: bool, bias: bool, selective: bool) -> None:
     case = LatentCase(16)
     numbers = RANK + (case.dim - PLAIN) * (case.heads if per_head else 1)
-    for error, sent in ranks(2, layer_errors, per_head, bias):
+    for error, sent in ranks(2, layer_errors, per_head, bias, selective):
         assert error < FP64
         assert sent == 3 * 2 * 8 * numbers * 8  # latents, again in backward, and their gradients
 

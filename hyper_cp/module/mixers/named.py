@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.modes import unseen
 from ...mesh import cp_mesh
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
@@ -238,7 +237,9 @@ class NamedMixerHooks(StyledMixerHooks):
 
     def _compare(self, mixer: RunningMixer, given: dict[str, Any]) -> None:
         """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
-        verdict = self._difference(given)
+        tensors, verdict = [x for x in given.values() if isinstance(x, Tensor)], ""
+        if all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):  # fake tensors, say, have no values
+            verdict = unseen(lambda: self._difference(given), tensors[0].device)
         signature = (("module", self.name), ("kind", self.named.kind))
         outcome = (("its own forward", "agrees" if not verdict else "differs"),)
         # Another module of the same name has another forward.
@@ -253,47 +254,29 @@ class NamedMixerHooks(StyledMixerHooks):
 
     def _difference(self, given: dict[str, Any]) -> str:
         """The difference between the module's own forward and the function, on one device; "" if there is none."""
-        tensors = [x for x in given.values() if isinstance(x, Tensor)]
-        if any(type(x) not in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
-            return ""  # fake tensors, say, which have no values
         dim = _sequence_dim(self.named)
         few = {
             name: x.detach().narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if _along(x) else x
             for name, x in given.items()
         }
-        place = tensors[0].device
-        device = place.type
-        stream: AbstractContextManager[object] = nullcontext()
-        if device == "cuda":
-            stream = torch.cuda.stream(torch.cuda.current_stream(place))
-        cast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         alone = RunningMixer(self.name, None, cp_mesh.alone(), "contiguous", None)
-
-        def both() -> tuple[Any, Any]:
-            with torch.no_grad(), cast, stream:
-                try:
-                    ours = self._computed(alone, few)
-                except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
-                    return error, None
-                try:
-                    return ours, self.original(**{self.places[name]: x for name, x in few.items()})
-                except Exception:
-                    return ours, ours  # it takes no such length, so there is nothing to compare with
-
-        # In another thread nothing is routed, and no mode of the caller (a selective checkpoint, say) sees the calls.
-        with ThreadPoolExecutor(1) as thread:
-            ours, own = thread.submit(both).result()
-        if isinstance(ours, Exception):
-            return f"the function raises {type(ours).__name__} ({ours})"
+        try:
+            ours = self._computed(alone, few)
+        except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
+            return f"the function raises {type(error).__name__} ({error})"
+        try:
+            own: Any = self.original(**{self.places[name]: x for name, x in few.items()})
+        except Exception:
+            return ""  # it takes no such length, so there is nothing to compare with
         if not isinstance(own, Tensor):
             return f"it returns a {type(own).__name__}, and the function one tensor"
         if own.shape != ours.shape:
             return f"it returns {tuple(own.shape)}, and the function {tuple(ours.shape)}"
-        bar = 0.1 if torch.finfo(own.dtype).bits == 16 or torch.is_autocast_enabled(device) else 1e-3
+        bar = 0.1 if torch.finfo(own.dtype).bits == 16 or torch.is_autocast_enabled(own.device.type) else 1e-3
         own, ours = own.double(), ours.double()
         scale = torch.maximum(own.abs().max(), ours.abs().max()).item()
-        error = (own - ours).abs().max().item()
-        return "" if error <= bar * scale else f"their outputs differ by {error:.2g} of {scale:.2g}"
+        distance = (own - ours).abs().max().item()
+        return "" if distance <= bar * scale else f"their outputs differ by {distance:.2g} of {scale:.2g}"
 
 
 def _along(x: Any) -> bool:
