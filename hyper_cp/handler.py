@@ -29,6 +29,7 @@ from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
 from .module.mesh_binding import StyledMesh, bindings, swapped
 from .ops import max_logits
+from .ops.differentiable import refuse_dtensor
 from .schedule import layout as layouts
 from .schedule.documents import documents_table, mark_tokens, read, tokens_of
 from .schedule.layout import by_documents
@@ -621,6 +622,8 @@ class ContextParallelHandler(Shares):
 
         Source: masked means per sequence of TRL, verl (``agg_loss``) and NeMo-RL, over a split sequence.
         """
+        refuse_dtensor("x", x)
+        refuse_dtensor("mask", mask)
         options: Any = {"mask": mask, "documents": documents, "length": length, "gradients": gradients}
         return pool(self, x, reduce, **options)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, get_cp_handler_cls
@@ -122,6 +123,27 @@ def test_mistakes_are_named(ranks: Any) -> None:
     for found in ranks(2, mistakes):
         for text, word in zip(found, words, strict=True):
             assert word in text, (text, word)
+
+
+@on_ranks
+def of_dtensors() -> dict[str, str]:
+    world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
+    handler = ContextParallelHandler(world["cp"], "head_tail")
+    x = distribute_tensor(torch.zeros(2, 4, dtype=torch.float64), world["tp"], [Shard(1)])
+    local, placed = x.to_local(), r"is a DTensor placed \(Shard\(dim=1\),\).*to_local.*full_tensor"
+    return errors_of(
+        {
+            f"TypeError: tensor {placed}": lambda: handler.combine(x, 1),
+            f"TypeError: tensor {placed}.*$": lambda: handler.roll_tensor(x, -1, 1),
+            f"TypeError: x {placed}": lambda: handler.pool(x),
+            f"TypeError: mask {placed}": lambda: handler.pool(local, mask=x),
+        }
+    )
+
+
+def test_dtensors_are_refused(ranks: Any) -> None:
+    """Hidden states between layers of tensor parallelism may be DTensors."""
+    check_errors(ranks(2, of_dtensors))
 
 
 # --------------------------------------------------------------------------- any length

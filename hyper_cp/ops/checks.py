@@ -24,7 +24,7 @@ from ..schedule import layout as layouts
 from ..schedule.blocks import BlockMap
 from ..schedule.tiles import Band
 from .config import Call, CheckedCall, Mode
-from .differentiable import refuse_forward_mode
+from .differentiable import refuse_dtensor, refuse_forward_mode
 from .entries import Entries
 
 NUMBERS = (torch.SymFloat, torch.SymInt, Tensor)
@@ -177,12 +177,12 @@ def check_local(name: str, x: Tensor, ndim: int, form: str) -> None:
     """Raise unless an argument is a local tensor with ``ndim`` dimensions; ``form`` names these."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}, not a tensor. It must be a local tensor {form}. Pass one")
-    if isinstance(x, DTensor):
-        raise TypeError(
-            f"{name} is a DTensor placed {x.placements}. This function takes local tensors. Pass x.to_local() and wrap "
-            "the output with DTensor.from_local, or put ContextParallel (or RecurrentContextParallel) on a module that "
-            "receives these tensors: it does both"
-        )
+    refuse_dtensor(
+        name,
+        x,
+        "Pass x.to_local() and wrap the output with DTensor.from_local, or put ContextParallel (or "
+        "RecurrentContextParallel) on a module that receives these tensors: it does both",
+    )
     if x.ndim != ndim:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}. It must be {form}. Add the missing dimension, transpose or reshape it"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 
 def differentiable(
@@ -55,6 +56,7 @@ def differentiable(
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return op(*arguments)
+        refuse_dtensor("tensor", arguments[0])  # of combine and roll_tensor: others have checked theirs
         if not torch.is_grad_enabled():  # with gradients PyTorch refuses tangents by itself
             for x in arguments:
                 refuse_forward_mode(name, *(y for y in (x if isinstance(x, list) else [x]) if isinstance(y, Tensor)))
@@ -87,6 +89,12 @@ def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
                 "this library have no forward-mode derivative, so the tangent would be zero. Use backward "
                 "(torch.autograd.grad), or one device"
             )
+
+
+def refuse_dtensor(name: str, x: Any, instead: str = "Pass its to_local() or full_tensor()") -> None:
+    """Raise ``TypeError`` for an argument that is a DTensor. ``instead``: what to do, in the last sentence."""
+    if isinstance(x, DTensor):
+        raise TypeError(f"{name} is a DTensor placed {x.placements}. This function takes local tensors. {instead}")
 
 
 Lists = Sequence[int | None]
