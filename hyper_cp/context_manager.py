@@ -398,7 +398,7 @@ class _Routing(DispatchMode):
             return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
         self.check_checkpoint("attention")
         call = self.call
-        call.documents = call.binding.active_documents(caller="attention in a context_parallel block")
+        call.documents = call.mesh.views[0].batch.documents_of_call("attention in a context_parallel block")
         if self.packed and call.documents is None and not torch.compiler.is_compiling():
             self.packed = False
             warnings.warn(
@@ -479,7 +479,8 @@ class _BlockMixer(RunningMixer):
         if not self.routing.responsible():
             return None
         binding = self.routing.call.binding
-        self.documents = binding.active_documents(caller="a recurrence in a context_parallel block")
+        batch = binding.active.views[0].batch
+        self.documents = batch.documents_of_call("a recurrence in a context_parallel block")
         if not binding.active.parallel and self.documents is None:
             return None
         self.routing.check_checkpoint("a recurrence")

@@ -186,6 +186,28 @@ def test_a_recompute_in_a_block_with_other_settings_is_refused(ranks: Any) -> No
         ranks.raises(2, "RuntimeError", "recomputes attention in a .* block with", recomputed_elsewhere, {}, now)
 
 
+@on_ranks
+def recomputed_after_documents(other: bool) -> float:
+    """Error of gradients that are recomputed after the documents block of their forward, or in that of another batch,
+    beside those of saved tensors."""
+    grads = []
+    for checkpointing in (None, False):
+        model, (ids, weights) = Model(checkpointing=checkpointing), data()
+        buffers = [ids, weights, model.place]
+        with context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=[1, -2, 0]) as handler:
+            with handler.documents([0, 5, LENGTH]):
+                loss = loss_of(model, ids, weights)
+            with handler.documents([0, 12, LENGTH]) if other else nullcontext():
+                loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    return max(relative_error(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_recompute_has_the_documents_of_its_forward(ranks: Any, other: bool) -> None:
+    assert max(ranks(2, recomputed_after_documents, other)) <= 1e-10
+
+
 # --------------------------------------------------------------------------- restoring
 
 

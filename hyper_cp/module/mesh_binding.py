@@ -167,13 +167,13 @@ class Binding:
             self.heads, self.positions = (q_heads, kv_heads), positions
         return q_heads, kv_heads
 
-    def active_documents(self, given: Tensor | None = None, caller: str | None = None) -> Tensor | None:
+    def active_documents(self, given: Tensor | None = None) -> Tensor | None:
         """The documents of a call: those it is ``given``, else those of the enclosing ``handler.documents`` block on
-        the active mesh. Errors name the module, or the ``caller``."""
+        the active mesh."""
         if given is not None:
             self._refuse_foreign_recompute(packed=False)
             return given
-        found = self.active.views[0].batch.active_documents(caller or self.name)
+        found = self.active.views[0].batch.active_documents(self.name)
         self._refuse_foreign_recompute(packed=found is not None)
         if found is None and any(mesh.views[0].batch.documents is not None for mesh in self.stack[:-1]):
             raise RuntimeError(

@@ -46,11 +46,9 @@ def errors() -> dict[str, float]:
         ("head_tail", DOCUMENTS, True),
     ):
         model, x = mixer.make(), whole()
-        with (
-            context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout=layout) as handler,
-            handler.documents(documents),
-        ):
-            out = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout=layout) as handler:
+            with handler.documents(documents):
+                out = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
             out.square().sum().backward()
             got = [handler.combine(out.detach(), 1), sum_over_ranks(gradient(model))[0]]
         want = alone(documents)
