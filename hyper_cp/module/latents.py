@@ -7,20 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from .._torch.leaves import broadcasts, joined, leaves_of
 from .._torch.modes import unseen
 from ..mesh.comm import gather_ranks
 from ..mesh.cp_mesh import CPMesh
 from ..ops.config import Call, Mode
 from ..ops.latents import expand
 from .latent_weight import NO_WEIGHT, is_read, latents_and_weight, say_heads_travel
+from .replaced import conditions, name_of
 
 
 class LatentLayer:
     """The layer of a styled module that expands latents ``[B, S, R]`` to keys and values ``[B, S, H * (Dn + Dv)]``.
 
     Its input is kept until the module calls attention, with keys that end in a rotary part. The first such call
-    compares keys and values with those that its weight makes of the latents, on all ranks.
+    compares keys and values with those that its weight makes of the latents, on all ranks. The first one with
+    gradients also compares the parameters that they depend on, since a gain of 1 changes no value yet.
     """
 
     def __init__(self, owner: str, name: str, module: nn.Module) -> None:
@@ -31,12 +35,19 @@ class LatentLayer:
                 f"latents_from={name!r} is no submodule of {owner}. It names the layer that expands latents to keys "
                 f"and values. Pass one of its layers: {', '.join(layers) or 'it has no nn.Linear'}"
             )
-        self.owner, self.name = owner, name
+        self.owner, self.name, self.module = owner, name, module
         self.kept: tuple[nn.Module, Tensor] | None = None
         """The layer that was called last, and its input."""
+        self.made: Any = None
+        """The node of its output in the graph of autograd."""
         self.shared: bool | None = None
         """True if all heads have one rotary part; None before the first call."""
+        self.compared: set[object] = set()
+        """The conditions in which keys and values have been compared."""
+        self.unclear = False
+        """True if keys may depend on parameters that latents would drop."""
         found.register_forward_pre_hook(self.keep, with_kwargs=True)
+        found.register_forward_hook(self.keep_node)
 
     def keep(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the latents of a call of the layer."""
@@ -44,14 +55,20 @@ class LatentLayer:
             given = [*args, *kwargs.values()]
             self.kept = (layer, given[0]) if given else None
 
+    def keep_node(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Keep the node of the output of a call of the layer."""
+        if not torch.compiler.is_compiling() and not is_read(layer):
+            self.made = output.grad_fn if isinstance(output, Tensor) else None
+
     def in_place_of(
         self, cp: CPMesh, qkv: tuple[Tensor, Tensor, Tensor], call: Call, mode: Mode
     ) -> tuple[Tensor, Tensor, Call]:
         """Latents and their rotary part in place of k and v, and the call with the weight; or k and v, if heads must
         travel."""
         kept, self.kept = self.kept, None
+        made, self.made = self.made, None
         q, k, v = qkv
-        if kept is None or call.weight is not None or mode.latents is False:
+        if kept is None or call.weight is not None or mode.latents is False or self.unclear:
             return k, v, call
         layer, latent = kept
         found = latents_and_weight(layer, latent)
@@ -63,8 +80,16 @@ class LatentLayer:
             return k, v, call
         latent, weight, bias = found
         plain = len(weight) // q.shape[1] - v.shape[3]
-        if self.shared is None and not self._compare(cp, latent, q, k, v, weight, bias, plain):
-            return k, v, call
+        now = None if torch.compiler.is_compiling() else conditions(self.module)
+        if now is not None and now not in self.compared:
+            before = self.shared
+            if not self._compare(cp, latent, q, k, v, weight, bias, plain):
+                self.shared = before
+                return k, v, call
+            if torch.is_grad_enabled() and not self._depends_alike(cp, [latent, weight, bias], k, v, plain, made):
+                return k, v, call
+            self.shared = self.shared and before is not False
+            self.compared.add(now)
         rope = k[:, :1, :, plain:] if self.shared else k[..., plain:]
         return latent.unsqueeze(1), rope, replace(call, weight=weight, bias=bias)
 
@@ -107,3 +132,39 @@ class LatentLayer:
             )
         self.shared = one if known else None
         return known
+
+    def _depends_alike(
+        self, cp: CPMesh, sources: list[Tensor | None], k: Tensor, v: Tensor, plain: int, made: Any
+    ) -> bool:
+        """Raise ``ValueError`` on every rank if keys or values depend on parameters beside those of the layer and of
+        the latents. False: the graph of autograd does not tell these from the rotary part's."""
+        parts = joined(k, plain)
+        content, rope = (k.grad_fn, None) if parts is None else parts
+        other: list[Tensor] = []
+
+        def verdicts() -> list[bool]:
+            edges = [get_gradient_edge(x).node for x in sources if x is not None and x.requires_grad]
+            # Walks to the embeddings in rare cases only: in the others nothing is left beside the layer's output.
+            found = [*leaves_of([content, v.grad_fn], lambda node: node is made)]
+            of_heads = [*leaves_of([rope], lambda node: broadcasts(node, k.shape[1]))] if self.shared else []
+            known = {id(x) for x in leaves_of(edges)} if found or of_heads else set()
+            other.extend(x for x in found if id(x) not in known)
+            own = any(id(x) not in known for x in of_heads)
+            mine = torch.tensor([bool(other), bool(other) and parts is None, own], dtype=torch.uint8, device=k.device)
+            all_ranks: list[bool] = gather_ranks(cp.flat, mine).amax(0).bool().tolist()
+            return all_ranks
+
+        depends, unclear, own = unseen(verdicts, k.device)
+        names = ", ".join(name_of(self.module, x) for x in other) or "a parameter on another rank"
+        if unclear:
+            self.unclear = True
+            say_heads_travel(self.owner, self.name, f"may not be all that makes keys of latents ({names})")
+            return False
+        if depends:
+            raise ValueError(
+                f"latents_from={self.name!r}: keys or values of {self.owner} also depend on {names}, which that layer "
+                "does not have. Latents in their place would leave it out: no gradient would reach it, and outputs "
+                "would be wrong once it is trained. Apply it to the latents, or leave latents_from out"
+            )
+        self.shared = self.shared and not own  # a rotary part for each head brings each its gradient
+        return True

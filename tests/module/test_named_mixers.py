@@ -71,6 +71,23 @@ class Retention(nn.Module):
         return recur(q, k, v, decay, None, None)
 
 
+class Begins(nn.Module):
+    """Retention with a part of its own that does nothing yet."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part, self.drop = part, nn.Dropout(0.5)
+        self.gain, self.skip = nn.Parameter(torch.ones(4, 1)), nn.Parameter(torch.zeros(4, 1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        out = recur(q, k, v, decay, None, None)
+        if self.part == "gain":
+            return out * self.gain
+        if self.part == "skip":
+            return out + self.skip * v
+        return self.drop(out) if self.part == "dropout" else out
+
+
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
@@ -270,3 +287,39 @@ def test_wrong_names_are_refused(ranks: Ranks) -> None:
         for text, error_text in found.items():
             kinds = ("ValueError", "TypeError", "NotImplementedError")
             assert text in error_text and error_text.startswith(kinds), (text, error_text)
+
+
+@on_ranks
+def beginnings() -> dict[str, str]:
+    """The errors of modules with parts that do nothing in their first call, "" where there is none."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    given = {n: x[:, :12] if n in "qkv" else x.requires_grad_() for n, x in inputs("retention")[2].items()}
+
+    def run(part: str, how: str, reentrant: bool = False) -> str:
+        model = nn.ModuleDict({"inner": Begins(part).double()})
+        parallelize_module(model, mesh, {"inner": RecurrentContextParallel(kind="linear_recurrence")})
+        inner = model["inner"]
+        if how == "frozen":  # and trained later
+            inner.requires_grad_(False)
+            inner(**given)
+            inner.requires_grad_(True)
+        elif how == "evaluated":
+            inner.eval()
+            with torch.no_grad():
+                inner(**given)
+            inner.train()
+        if how == "in a checkpoint":
+            return error_of(lambda: checkpoint(inner, *given.values(), use_reentrant=reentrant).sum().backward())
+        return error_of(lambda: inner(**given).sum().backward())
+
+    found = {f"{part} {how}": run(part, how) for part in ("gain", "skip") for how in ("", "frozen", "evaluated")}
+    checkpoints = {f"gain, reentrant: {r}": run("gain", "in a checkpoint", r) for r in (False, True)}
+    return {**found, **checkpoints, "dropout": run("dropout", "evaluated"), "none": run("none", "evaluated")}
+
+
+def test_parameters_that_do_nothing_yet_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2, beginnings):
+        assert found.pop("none") == ""
+        assert "their outputs differ" in found.pop("dropout")
+        for name, text in found.items():
+            assert f"depends on {name.split()[0].strip(',')}, which is no argument" in text, (name, text)

@@ -571,6 +571,116 @@ def test_layers_that_do_something_else_are_refused(ranks: Any) -> None:
         ContextParallel(latents_from="up")
 
 
+class Begins(Expands):
+    """The same with further parameters, which do nothing yet, or with the rotary part made in another way."""
+
+    def __init__(self, case: LatentCase, part: str) -> None:
+        super().__init__(case)
+        self.part = part
+        self.gain = nn.Parameter(torch.ones(case.heads, 1, 1, dtype=case.dtype))
+        self.a = nn.Linear(6, 3, bias=False, dtype=case.dtype)
+        self.b = nn.Linear(3, case.heads * PLAIN, bias=False, dtype=case.dtype)
+        self.turn = nn.Linear(6, case.dim - PLAIN, bias=False, dtype=case.dtype)
+        nn.init.zeros_(self.b.weight)
+        if part == "layer's adapter":
+            self.up = Adapted(self.up, 0.0)
+            nn.init.zeros_(self.up.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        case, part = self.case, self.part
+        q = self.query(x).unflatten(2, (-1, case.dim)).transpose(1, 2)
+        latent, rope = self.down(x).split([RANK, case.dim - PLAIN], 2)
+        if "apart" in part:
+            rope = self.turn(x)
+        q, latent = (q * self.gain, latent * self.gain[0, 0]) if part == "before" else (q, latent)
+        k, v = self.up(latent).unflatten(2, (case.heads, -1)).transpose(1, 2).split([PLAIN, case.v_dim], 3)
+        rope = rope.unsqueeze(1)
+        rope = rope * self.gain[:1] if part == "one rotary part" else rope.expand(-1, case.heads, -1, -1)
+        rope = rope * self.gain if part.startswith("rotary") else rope.expand(-1, case.heads, -1, -1)
+        k = k * self.gain if part.startswith("keys") else k
+        k = k + self.b(self.a(x)).unflatten(2, (case.heads, -1)).transpose(1, 2) if part == "adapter" else k
+        v = v * self.gain if part == "values" else v
+        if "filled" in part:
+            keys = k.new_empty(*k.shape[:3], case.dim)
+            keys[..., :PLAIN], keys[..., PLAIN:] = k, rope
+        else:
+            keys = torch.cat([k, rope], 3).transpose(1, 2).contiguous().transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, keys, v, is_causal=True)
+        result: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return result
+
+
+@on_ranks
+def beginning_errors(part: str, how: str) -> tuple[float, int]:
+    """The largest error of an output or a gradient in two steps of training, and the numbers sent of each token."""
+    case, mesh = LatentCase(16, True), cp_mesh()
+    alone = Begins(case, part)
+    model = parallelize_module(copy.deepcopy(alone), mesh, ContextParallel(**FROM_LAYER))
+    x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rows, errors, sent = slice(8 * mesh.get_rank(), 8 * mesh.get_rank() + 8), [], 0
+    if how == "evaluated":
+        with torch.no_grad():
+            model.eval()(x[:, rows])
+            model.train()
+    elif how == "frozen":
+        model.requires_grad_(False)(x[:, rows])
+        model.requires_grad_(True)
+    run = (lambda x: checkpoint(model, x, use_reentrant=how == "reentrant")) if "reentrant" in how else model
+    for _ in range(2):
+        want = alone(x)
+        want.square().sum().backward()
+        with comm.record_traffic() as log:
+            out = run(x[:, rows])
+            sent = sum(n for name, n in log.entries if name == "send_recv") // (2 * 8 * 8)
+            out.square().sum().backward()
+        errors.append(relative_error(out.detach(), want.detach()[:, rows]))
+        for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+            if p.grad is not None:
+                (grad,) = sum_over_ranks(torch.zeros_like(p) if q.grad is None else q.grad)
+                errors.append(absolute_error(grad, p.grad) / max(1.0, p.grad.abs().max().item()))
+                q.grad = p.grad
+        for trained in (alone, model):
+            torch.optim.SGD(trained.parameters(), 0.01).step()
+            trained.zero_grad()
+    return max(errors), sent
+
+
+ONE, EACH, HEADS = RANK + 3, RANK + 3 * 4, 4 * (9 + 5)
+"""The numbers of a token that travel: with one rotary part, with one for each head, and as heads."""
+
+
+@pytest.mark.parametrize(
+    ("part", "how", "numbers"),
+    [
+        ("before", "", ONE),
+        ("one rotary part", "", ONE),
+        ("apart", "", ONE),
+        ("layer's adapter", "", ONE),
+        ("filled", "", ONE),
+        ("apart", "reentrant", ONE),
+        ("rotary", "", EACH),
+        ("rotary", "evaluated", EACH),
+        ("rotary", "frozen", EACH),
+        ("rotary, apart", "not reentrant", EACH),
+        ("apart, filled", "", HEADS),  # the graph does not tell that its rotary part is not in the rest of the keys
+        ("keys, filled", "evaluated", HEADS),
+    ],
+)
+def test_parameters_beside_the_layer_are_exact(ranks: Any, part: str, how: str, numbers: int) -> None:
+    for error, sent in ranks(2, beginning_errors, part, how):
+        assert error < FP64
+        assert sent == numbers
+
+
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [*itertools.product(("keys", "values"), ("", "evaluated", "frozen", "reentrant")), ("adapter", "not reentrant")],
+)
+def test_parameters_that_latents_would_drop_are_refused(ranks: Any, part: str, how: str) -> None:
+    name = "b.weight, a.weight" if part == "adapter" else "gain"
+    ranks.raises(2, ValueError, f"also depend on {name}, which that layer does not have", beginning_errors, part, how)
+
+
 @on_ranks
 def tensor_parallel_errors() -> float:
     """The largest error of a gradient on 2 x 2 ranks: heads split over tp, the sequence over cp."""

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.leaves import other_leaf
 from ..._torch.modes import unseen
 from ...mesh import cp_mesh
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
+from ..replaced import conditions, name_of
 from .calls import ROUTED, RunningMixer, running_mixer
 from .hooks import StyledMixerHooks
 
@@ -183,8 +185,8 @@ class NamedMixerHooks(StyledMixerHooks):
         self.defaults = {p.name: p.default for p in parameters.values()}
         self.module, self.original = module, module.forward
         """The module, and the forward that is replaced."""
-        self.compared = False
-        """True once both have been compared."""
+        self.compared: set[object] = set()
+        """The conditions in which both have been compared."""
 
     def check_calls(self, module: nn.Module) -> None:
         """A module of this kind need not call anything."""
@@ -201,9 +203,9 @@ class NamedMixerHooks(StyledMixerHooks):
             return self.original(*args, **kwargs)
         mixer.routed += 1
         given = self._given(args, kwargs)
-        if not self.compared and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (now := conditions(self.module)) not in self.compared:
             self._compare(mixer, given)
-            self.compared = True
+            self.compared.add(now)
         return self._computed(mixer, given)
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -239,33 +241,35 @@ class NamedMixerHooks(StyledMixerHooks):
         """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
         tensors, verdict = [x for x in given.values() if isinstance(x, Tensor)], ""
         if all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):  # fake tensors, say, have no values
-            verdict = unseen(lambda: self._difference(given), tensors[0].device)
+            grad = torch.is_grad_enabled()
+            verdict = unseen(lambda: self._difference(given, grad), tensors[0].device)
         signature = (("module", self.name), ("kind", self.named.kind))
         outcome = (("its own forward", "agrees" if not verdict else "differs"),)
         # Another module of the same name has another forward.
         mixer.cp.agree("module", signature, self.name, once=outcome, always=True)
         if verdict:
             raise ValueError(
-                f"{self.name} does not compute {self.named.kind}: {verdict} on the first tokens of this rank. Its "
-                "forward would be replaced by another function. Check kind=, arguments= and options= (functions of fla "
-                "scale q by dk ** -0.5; linear_recurrence does not), or call hyper_cp.ops.linear_recurrence in the "
-                "module"
+                f"{self.name} does not compute {self.named.kind}: {verdict}. Its forward would be replaced by another "
+                "function. Check kind=, arguments= and options= (functions of fla scale q by dk ** -0.5; "
+                "linear_recurrence does not), or leave kind out and call hyper_cp.ops.linear_recurrence in the module"
             )
 
-    def _difference(self, given: dict[str, Any]) -> str:
+    def _difference(self, given: dict[str, Any], grad: bool) -> str:
         """The difference between the module's own forward and the function, on one device; "" if there is none."""
         dim = _sequence_dim(self.named)
         few = {
-            name: x.detach().narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if _along(x) else x
+            name: x.narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if _along(x) else x
             for name, x in given.items()
         }
+        few = {name: x.detach() if isinstance(x, Tensor) else x for name, x in few.items()}
         alone = RunningMixer(self.name, None, cp_mesh.alone(), "contiguous", None)
         try:
             ours = self._computed(alone, few)
         except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
             return f"the function raises {type(error).__name__} ({error})"
         try:
-            own: Any = self.original(**{self.places[name]: x for name, x in few.items()})
+            with torch.set_grad_enabled(grad):  # few need none: an output that does depends on something else
+                own: Any = self.original(**{self.places[name]: x for name, x in few.items()})
         except Exception:
             return ""  # it takes no such length, so there is nothing to compare with
         if not isinstance(own, Tensor):
@@ -273,10 +277,14 @@ class NamedMixerHooks(StyledMixerHooks):
         if own.shape != ours.shape:
             return f"it returns {tuple(own.shape)}, and the function {tuple(ours.shape)}"
         bar = 0.1 if torch.finfo(own.dtype).bits == 16 or torch.is_autocast_enabled(own.device.type) else 1e-3
-        own, ours = own.double(), ours.double()
+        leaf = other_leaf(own, [x for x in given.values() if isinstance(x, Tensor)])
+        own, ours = own.detach().double(), ours.double()
         scale = torch.maximum(own.abs().max(), ours.abs().max()).item()
         distance = (own - ours).abs().max().item()
-        return "" if distance <= bar * scale else f"their outputs differ by {distance:.2g} of {scale:.2g}"
+        if distance > bar * scale:
+            return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
+        # A gain of 1 or a state of 0 changes no output yet, and would never be trained.
+        return "" if leaf is None else f"its output also depends on {name_of(self.module, leaf)}, which is no argument"
 
 
 def _along(x: Any) -> bool:
