@@ -74,7 +74,8 @@ class ContextParallel(ParallelStyle):
             choice is logged.
         latents_from: the name of the layer that expands latents (``"wkv_b"``, say), if the module makes keys and values
             of latents itself (``qkv_indices=None``). The layer's input then travels, and the rotary part at the end of
-            each key. The first call compares what the layer makes with the module's own keys and values.
+            each key. The first call compares what the layer makes with the module's own keys and values, and the
+            parameters that they depend on.
         exchange_dtype: ``torch.bfloat16``: fp32 gradients of keys and values (and fp32 keys and values) travel between
             the ranks that Ulysses leaves in half of the bytes, see :func:`hyper_cp.ops.attention`. None: as they are.
         cross_attention: True if keys and values are another sequence than the queries (a decoder's view of an encoder).
@@ -304,7 +305,7 @@ class RecurrentContextParallel(ContextParallel):
             ``ulysses`` dimension).
         kind: the function that a module computes: ``"linear_recurrence"``, or the public name of one of those above
             (``"chunk_gated_delta_rule"``, ``"mamba_chunk_scan_combined"`` ...). The first call compares it with the
-            module's own forward on a few tokens.
+            module's own forward on a few tokens, which must not depend on parameters that are no arguments.
         arguments: with ``kind``, the places of the function's arguments: ``{"q": 0, "g": "gates"}``, positions among
             the module's arguments or names of parameters of its forward. Arguments with equal names may be left out.
         options: with ``kind``, further arguments of the function: ``scale``, ``use_qk_l2norm_in_kernel``,
