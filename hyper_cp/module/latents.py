@@ -164,7 +164,8 @@ class LatentLayer:
             raise ValueError(
                 f"latents_from={self.name!r}: keys or values of {self.owner} also depend on {names}, which that layer "
                 "does not have. Latents in their place would leave it out: no gradient would reach it, and outputs "
-                "would be wrong once it is trained. Apply it to the latents, or leave latents_from out"
+                "would be wrong once it is trained. Apply it to the latents (an adapter of the layer: before the plan "
+                "is applied), or leave latents_from out"
             )
         self.shared = self.shared and not own  # a rotary part for each head brings each its gradient
         return True

@@ -616,6 +616,9 @@ def beginning_errors(part: str, how: str) -> tuple[float, int]:
     case, mesh = LatentCase(16, True), cp_mesh()
     alone = Begins(case, part)
     model = parallelize_module(copy.deepcopy(alone), mesh, ContextParallel(**FROM_LAYER))
+    if part == "late adapter":
+        model.up = Adapted(model.up, 0.0)
+        nn.init.zeros_(model.up.lora_B.weight)
     x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     rows, errors, sent = slice(8 * mesh.get_rank(), 8 * mesh.get_rank() + 8), [], 0
     if how == "evaluated":
@@ -674,10 +677,14 @@ def test_parameters_beside_the_layer_are_exact(ranks: Any, part: str, how: str, 
 
 @pytest.mark.parametrize(
     ("part", "how"),
-    [*itertools.product(("keys", "values"), ("", "evaluated", "frozen", "reentrant")), ("adapter", "not reentrant")],
+    [
+        *itertools.product(("keys", "values"), ("", "evaluated", "frozen", "reentrant")),
+        ("adapter", "not reentrant"),
+        ("late adapter", ""),
+    ],
 )
 def test_parameters_that_latents_would_drop_are_refused(ranks: Any, part: str, how: str) -> None:
-    name = "b.weight, a.weight" if part == "adapter" else "gain"
+    name = {"adapter": "b.weight, a.weight", "late adapter": "up.lora_B.weight, up.lora_A.weight"}.get(part, "gain")
     ranks.raises(2, ValueError, f"also depend on {name}, which that layer does not have", beginning_errors, part, how)
 
 
