@@ -45,7 +45,9 @@ def latents_and_weight(layer: nn.Module, latent: Tensor) -> tuple[Tensor, Tensor
     if isinstance(latent, DTensor) or not _linear(layer):
         return None
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-    if isinstance(weight, Tensor) and not isinstance(weight, DTensor) and not hasattr(layer, "base_layer"):
+    # In a recompute the weight of a unit of FSDP2 may be whole, and must take the way of the forward.
+    called = isinstance(weight, DTensor) or isinstance(layer, FSDPModule) or hasattr(layer, "base_layer")
+    if isinstance(weight, Tensor) and not called:
         return latent, weight, bias
     parameters = dict(layer.named_parameters())
     if not parameters or any(name.endswith("bias") for name in parameters):

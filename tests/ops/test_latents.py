@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -569,6 +570,27 @@ def test_layers_that_do_something_else_are_refused(ranks: Any) -> None:
     ranks.raises(2, ValueError, "latents_from='u' is no submodule.*query, down, up, out", layer_badly, "u", False)
     with pytest.raises(ValueError, match="latents_from='up' with qkv_indices"):
         ContextParallel(latents_from="up")
+
+
+@on_ranks
+def recomputed_unit_errors() -> float:
+    """The largest error of a gradient where the layer is a unit of FSDP2 inside one that is recomputed."""
+    case, mesh = LatentCase(16, True), cp_mesh()
+    alone = Expands(case)
+    model = parallelize_module(copy.deepcopy(alone), mesh, ContextParallel(**FROM_LAYER))
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    first = 8 * mesh.get_rank()
+    alone(x).square().sum().backward()
+    checkpoint(model, x[:, first : first + 8], use_reentrant=False).square().sum().backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+    # FSDP takes the mean of the ranks' gradients.
+    return max(relative_error(g.full_tensor() * 2, want) for g, want in pairs if want is not None)
+
+
+def test_a_recompute_reads_the_weight_of_a_unit_as_its_forward_did(ranks: Any) -> None:
+    assert max(ranks(2, recomputed_unit_errors)) < FP64
 
 
 class Begins(Expands):
