@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.modes import unseen
 from .._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
 from ..schedule.documents import read
 from ..schedule.layout import by_documents
@@ -317,7 +318,8 @@ def counts_from_0(x: Tensor) -> bool:
     """True if the last dimension of ``x`` is 0, 1, 2, ... (The host waits for these values.)"""
     if x.is_meta or not x.numel() or x.ndim == 0 or x.shape[-1] < 2 or x.dtype in (torch.bool, torch.complex64):
         return False
-    return x.detach().reshape(-1, x.shape[-1])[0].tolist() == list(range(x.shape[-1]))
+    first: list[Any] = unseen(lambda: x.detach().reshape(-1, x.shape[-1])[0].tolist(), x.device)
+    return first == list(range(x.shape[-1]))
 
 
 def takes_positions(func: Any, caller: nn.Module) -> bool:

@@ -251,12 +251,29 @@ def save_all_but_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
     return CheckpointPolicy.PREFER_RECOMPUTE if "mm" in str(op) else CheckpointPolicy.PREFER_SAVE
 
 
+class Embeds(nn.Module):
+    """A model that looks up its tokens; positions among them would be read in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        x = local()[0][0]
+        self.heads, width = x.shape[1], x.shape[1] * x.shape[3]
+        self.model, self.table = Model(), nn.Embedding(16, width, dtype=x.dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.model(self.table(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2))
+        return found
+
+
 @on_ranks
-def first_steps() -> float:
+def first_steps(embeds: bool) -> float:
     """The largest error of a gradient in the first step under a selective checkpoint, beside one without."""
     torch.manual_seed(0)
-    model, x = Model(), local()[0][0]
-    plain, saved = styled(copy.deepcopy(model)), styled(model)
+    model, x = (Embeds(), torch.arange(16).view(2, 8)) if embeds else (Model(), local()[0][0])
+    plain, saved = copy.deepcopy(model), model
+    for made in (plain, saved):
+        plan = f"{'model.' * embeds}layers.*.inner"
+        parallelize_module(made, cp_mesh(), {plan: ContextParallel(**{**RING1, "kv_exchange": "ring"})})
     plain(x).square().sum().backward()
     contexts = partial(create_selective_checkpoint_contexts, save_all_but_products)
     checkpoint(saved, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
@@ -266,4 +283,5 @@ def first_steps() -> float:
 
 def test_a_selective_checkpoint_does_not_see_the_comparison(ranks: Any) -> None:
     """It counts operators: its recompute, which compares nothing, would take the results of others."""
-    assert max(ranks(2, first_steps)) < FP64
+    for embeds in (False, True):
+        assert max(ranks(2, first_steps, embeds)) < FP64
