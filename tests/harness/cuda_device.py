@@ -138,7 +138,7 @@ def installed(triton: bool = True, card: Card = H100) -> Iterator[Operators]:
         "graph": capture,
         "Stream": lambda: stream,
         "stream": lambda _: nullcontext(),
-        "current_stream": lambda: stream,
+        "current_stream": lambda device=None: stream,
         "get_device_name": lambda: NAME,
         "clock_rate": lambda: 1980,
     }
