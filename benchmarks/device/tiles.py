@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -157,21 +157,25 @@ def plain_kernels(device: str) -> dict[str, Kernel]:
     return {name: kernel for name, kernel in found.items() if kernel is not flex_kernel.KERNEL}
 
 
+def _on_every_tile(section: str, found: Iterable[Kernel], device: str, dtype: torch.dtype) -> Iterator[Finding]:
+    """Check kernels on every tile, in one dtype."""
+    for tile in TILES:
+        tensors = tile.tensors(device, dtype)
+        for kernel in found:
+            yield check_tile(section, kernel, tile, tensors)
+
+
 def check_flex(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
     """Check FlexAttention, if the device has it, on every dtype and tile. It is compiled for each number of heads."""
-    kernel = kernels.available(torch.device(device).type).get(flex_kernel.KERNEL.name)
+    flex = [x for x in kernels.available(torch.device(device).type).values() if x is flex_kernel.KERNEL]
     for dtype in dtypes:
-        for tile in TILES if kernel is not None else ():
-            yield check_tile("flex", kernel, tile, tile.tensors(device, dtype))
+        yield from _on_every_tile("flex", flex, device, dtype)
 
 
 def check_kernels(device: str, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
     """Check every kernel of the device but FlexAttention, dtype and tile."""
     for dtype in dtypes:
-        for tile in TILES:
-            tensors = tile.tensors(device, dtype)
-            for kernel in plain_kernels(device).values():
-                yield check_tile("kernels", kernel, tile, tensors)
+        yield from _on_every_tile("kernels", plain_kernels(device).values(), device, dtype)
         for tile in MIXED:
             tensors = tile.tensors(device, dtype)
             q, k, v, _ = tensors

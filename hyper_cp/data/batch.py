@@ -309,18 +309,18 @@ class WholeBatch:
         handler, state = self.handler, self.handler.cp.batch
         state.batches += 1
         state.counted = Counted()
-        shares, past = dict(self.entries), None
+        shares, at, past = dict(self.entries), None, None
         for name, dim in self.dims.items():
             shares[name] = local_share(handler, shares[name], dim, self.table, fill.get(name, 0))
-        state.padded = None
-        if self.padded > self.length:
+        state.padded, counts = None, positions and shares.get("position_ids") is None
+        if counts or self.padded > self.length:
+            at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
+        if at is not None and self.padded > self.length:
             share, rows_first = self.padded // handler.cp.size, self.dim > 0
             state.padded = Padding((self.length,), self.padded, share, self.rows, rows_first)
-            layout = resolve_layout(handler, self.padded, self.table, "padded length")
-            past = layout.positions(handler.cp.rank)[None] >= self.length
+            past = at[None] >= self.length
         state.record_entries((shares[name] for name in self.dims), state.padded, past)
-        if positions and shares.get("position_ids") is None:
-            at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
+        if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares
 

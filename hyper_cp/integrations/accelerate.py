@@ -37,7 +37,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     Accelerate's own context parallelism needs FSDP2, so an ``Accelerator`` without it refuses ``cp_size`` on GPUs.
     """
 
-    _has_mesh = False
+    _makes_mesh = False
 
     @property
     def cp_enabled(self) -> bool:
@@ -46,14 +46,14 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         # Private: accelerate 1.15 asks the configuration only, and no argument lets DDP run beside context parallelism.
         state = AcceleratorState._shared_state
         chooses = state.get("parallelism_config") is self and state.get("device_mesh") is None
-        return bool(self.cp_size > 1 and (self._has_mesh or not chooses))
+        return bool(self.cp_size > 1 and (self._makes_mesh or not chooses))
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        self._has_mesh = True
+        self._makes_mesh = True
         try:
             return super().get_device_mesh(device_type)
         finally:
-            self._has_mesh = False
+            self._makes_mesh = False
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         if self.total_size != accelerator.num_processes:

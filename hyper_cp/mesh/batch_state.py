@@ -57,9 +57,14 @@ class Split:
         return None if self.padded is None else self.padded // self.ranks
 
     @property
+    def row_ends(self) -> tuple[int, ...]:
+        """The positions before padding of each row of documents, or of all rows in one number; (): unknown."""
+        return self.ends or ((self.length,) if self.length else ())
+
+    @property
     def padding(self) -> Padding | None:
         """The positions with which the sequence was filled up; None: none, or unknown."""
-        ends, padded = self.ends or ((self.length,) if self.length else ()), self.padded or self.filled
+        ends, padded = self.row_ends, self.padded or self.filled
         if not ends or not padded or min(ends) == padded or padded == self.ranks:
             return None
         return Padding(ends, padded, padded // self.ranks, self.rows, self.rows_first)
@@ -226,28 +231,25 @@ class BatchState:
     @property
     def length(self) -> int | None:
         """The positions of the sequence of this thread's innermost block, before padding, if the block knows them."""
-        entered = self._this_thread.blocks.entered
-        return entered[-1].split.length if entered and entered[-1].split else None
+        return None if self._split is None else self._split.length
 
     @property
     def padded_length(self) -> int | None:
         """The same with padding. (That of a planned micro-batch may be more than its handler's layout needs.)"""
-        entered = self._this_thread.blocks.entered
-        return entered[-1].split.padded if entered and entered[-1].split else None
+        return None if self._split is None else self._split.padded
 
     @property
-    def rows_and_share(self) -> tuple[int, int] | None:
-        """Rows, and positions of each rank, of the batch of this thread's innermost block, if it knows them."""
+    def rows_and_share(self) -> tuple[int, int]:
+        """Rows, and positions of each rank, of the batch of this thread's innermost block; 0 where it does not know
+        them."""
         split = self._split
-        return None if split is None or not split.rows or not split.share else (split.rows, split.share)
+        return (0, 0) if split is None else (split.rows or 0, split.share or 0)
 
     @property
     def ends(self) -> tuple[int, ...]:
         """The positions before padding of each row of its documents, or of all rows in one number; (): the block does
         not know them."""
-        entered = self._this_thread.blocks.entered
-        split = entered[-1].split if entered else None
-        return () if split is None else split.ends or ((split.length,) if split.length else ())
+        return () if self._split is None else self._split.row_ends
 
     @property
     def _split(self) -> Split | None:

@@ -146,11 +146,9 @@ def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
         return
     rows, length = q.shape[0], q.shape[2]
     call.calls[rows, length] = call.calls.get((rows, length), 0) + 1
-    of_block = call.mesh.views[0].batch.rows_and_share
-    for batch, share in [*call.shares, *([] if of_block is None else [of_block])]:
+    for batch, share in [*call.shares, call.mesh.views[0].batch.rows_and_share]:
         again = 1 if rows > batch or call.module is None else call.calls[rows, length]
-        parts = rows * length * again
-        if parts == batch * share and 0 < length < share and share % length == 0:
+        if rows * length * again == batch * share and 0 < length < share and share % length == 0:
             call.binding.warned = True
             warnings.warn(
                 f"{call.binding.name} attends to sequences of {length} positions, {share // length} for each of the "
