@@ -192,10 +192,10 @@ class _Calls(EnteredMode):
                 "ContextParallel(cross_attention=True), see docs/guide/encoders.md"
             )
         self.lengths.add(q.shape[-2])
-        heads = (q.shape[1], k.shape[1]) if request.weight is None else (q.shape[1], q.shape[1])
+        heads = (q.shape[1], k.shape[1]) if request.call.weight is None else (q.shape[1], q.shape[1])
         width = (k.shape[-1] + v.shape[-1]) // 2
         sizes: dict[str, Any] = {"layers": 1, "width": heads[0] * width, "vocabulary": 1, "head_dim": width}
-        if request.weight is not None:
+        if request.call.weight is not None:
             sizes |= {"latent": k.shape[-1] + v.shape[-1], "rotary": v.shape[-1], "head_dim": q.shape[-1]}
         if (other := self.layers.get(name)) is not None and other.heads != heads:
             # One style serves all calls of a module, whose traffic is not known then.

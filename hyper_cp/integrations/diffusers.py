@@ -534,10 +534,11 @@ class _Stage:
         """An attention call for the keys of all ranks, in the order in which these hold them, equally many on each. The
         module makes its mask for this rank's keys, or has got that of the whole sequence."""
         ranks, picks = range(self.handler.cp.size), self.family.picks
-        if self.family.prompt_alone and request.is_causal:
-            stream, request.is_causal = ((PROMPT,), (PROMPT,)), False
+        mask, is_causal, documents = request.call.mask, request.call.is_causal, request.call.documents
+        if self.family.prompt_alone and is_causal:
+            stream, is_causal = ((PROMPT,), (PROMPT,)), False
             before = torch.ones(self.lengths[PROMPT], self.lengths[PROMPT], dtype=torch.bool).tril()
-            request.mask = before.to(request.query.device)[None, None]
+            mask = before.to(request.query.device)[None, None]
         queries, keys = request.query.shape[2], request.key.shape[2]
         of_queries, of_keys = stream or ((IMAGE,) if n < self.local_length else self.both for n in (queries, keys))
         if picks:  # fewer of both
@@ -558,7 +559,6 @@ class _Stage:
         held = [self.order(rank, of_keys, count, longest) for rank, count in zip(ranks, counts, strict=True)]
         real = [(start is not None, count) for rows in held for start, count in rows if count]
         ends = all(sees for sees, _ in real[:-1])  # if there is padding, it is behind the sequence
-        mask = request.mask
         if mask is not None or not ends or (not real[-1][0] and of_queries != of_keys):
             device = request.key.device
             at = torch.cat([_rows(start, count, device) for rows in held for start, count in rows])
@@ -569,14 +569,14 @@ class _Stage:
                 mask = visible if mask is None else mask.masked_fill(~visible, value)
         elif not real[-1][0]:
             seen = sum(count for sees, count in real if sees)  # fewer than all tokens, if attention leaves some out
-            request.documents = documents_table([0, seen, longest * len(ranks)])
+            documents = documents_table([0, seen, longest * len(ranks)])
         more = self.longest(of_queries) - queries, longest - keys
         if any(more):
             request.query = F.pad(request.query, (0, 0, 0, more[0]))
             request.key, request.value = (F.pad(x, (0, 0, 0, more[1])) for x in (request.key, request.value))
             to_caller = request.to_caller
             request.to_caller = lambda out: to_caller(out[:, :, :queries])
-        request.mask = mask
+        request.call = replace(request.call, mask=mask, is_causal=is_causal, documents=documents)
         return request
 
     def of_all_ranks(self, mask: Tensor | None, keys: int, at: Tensor, total: int) -> Tensor | None:

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .._torch.flex_patch import plain_flex_attention
 from ..ops.attention import AttentionBackend, attention, latent_attention
-from ..ops.checks import check_enable_gqa, check_latent_forms, check_local
+from ..ops.checks import check_latent_forms, check_local
+from ..ops.config import Call
 from ..ops.flex import Flex
 from ..ops.indexer_loss import indexer_loss
 from ..ops.selection import select_keys
@@ -33,31 +34,21 @@ class AttentionRequest:
     query: Tensor
     key: Tensor
     value: Tensor
-    is_causal: bool = False
-    scale: float | None = None
-    mask: Tensor | None = None
+    call: Call
+    """Its other arguments. The module's name, and documents of its batch, are added when it runs."""
     window: tuple[int | None, int | None] | None = None
-    documents: Tensor | None = None
-    dropout_p: float = 0.0
-    sinks: Tensor | None = None
     to_caller: Callable[[Any], Any] = lambda out: out
     core: AttentionBackend | None = None
     """None: the engine."""
     blocks: bool = False
     """True if ``core`` has a mask of its own."""
-    weight: Tensor | None = None
-    """In latent attention, with ``bias``: what makes keys and values of latents, which ``key`` and ``value`` are."""
-    bias: Tensor | None = None
-    selected: Tensor | None = None
-    """The keys that each query of this rank has selected, ``[B, 1|Hkv, S/n, k]``, in blocks of ``block`` keys."""
-    block: int = 1
     selects: dict[str, Any] | None = None
     """The other arguments of :func:`hyper_cp.ops.selection.select`, of a call that selects keys."""
 
     @property
     def masked(self) -> bool:
         """True if a mask of the caller's says which keys each query sees."""
-        return self.mask is not None or self.blocks
+        return self.call.mask is not None or self.blocks
 
 
 def _sdpa(
@@ -72,10 +63,10 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> AttentionRequest:
     """``F.scaled_dot_product_attention``."""
-    _check_gqa(name, query, key, enable_gqa)
     if isinstance(attn_mask, CausalBias) and attn_mask.seq_len_q == attn_mask.seq_len_kv:  # both variants are equal
         is_causal, attn_mask = True, None
-    return AttentionRequest(query, key, value, is_causal, scale, attn_mask, dropout_p=dropout_p)
+    call = Call(is_causal, scale, attn_mask, dropout_p=dropout_p, enable_gqa=enable_gqa)
+    return AttentionRequest(query, key, value, call)
 
 
 def _own(
@@ -88,8 +79,7 @@ def _own(
     **options: Any,
 ) -> AttentionRequest:
     """``hyper_cp.ops.attention`` without a mesh."""
-    _check_gqa(name, q, k, enable_gqa)
-    return AttentionRequest(q, k, v, mask=attn_mask, **options)
+    return AttentionRequest(q, k, v, Call(mask=attn_mask, enable_gqa=enable_gqa, **options))
 
 
 def _select(
@@ -103,7 +93,7 @@ def _select(
     **selects: Any,
 ) -> AttentionRequest:
     """``hyper_cp.ops.select_keys`` without a mesh."""
-    return AttentionRequest(q, k, k, is_causal, scale, attn_mask, selects={"weights": weights, **selects})
+    return AttentionRequest(q, k, k, Call(is_causal, scale, attn_mask), selects={"weights": weights, **selects})
 
 
 def _loss(name: str, **_: Any) -> AttentionRequest:
@@ -112,11 +102,6 @@ def _loss(name: str, **_: Any) -> AttentionRequest:
         f"{name} calls indexer_loss without a mesh. It compares an indexer with the log-sum-exp of attention, which "
         "attention in a styled module does not return. Pass mesh= to it and to the attention that makes the log-sum-exp"
     )
-
-
-def _check_gqa(name: str, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
-    if query.ndim == 4 and key.ndim == 4:
-        check_enable_gqa(name, query.shape[1], key.shape[1], enable_gqa)
 
 
 def _latent(
@@ -135,10 +120,8 @@ def _latent(
     """``hyper_cp.ops.latent_attention`` without a mesh."""
     check_local(f"{name}: query", q, 4, "[batch, heads, sequence, head_dim]")
     check_latent_forms(latent, rope, f"{name}: ")
-    given = is_causal, scale, attn_mask
-    request = AttentionRequest(q, latent.unsqueeze(1), rope, *given, dropout_p=dropout_p)
-    request.weight, request.bias, request.selected = weight, bias, selected
-    return request
+    call = Call(is_causal, scale, attn_mask, None, dropout_p, weight=weight, bias=bias, selected=selected)
+    return AttentionRequest(q, latent.unsqueeze(1), rope, call)
 
 
 # --------------------------------------------------------------------------- FlexAttention
@@ -158,10 +141,10 @@ def _flex(
     **others: Any,
 ) -> AttentionRequest:
     """``flex_attention``."""
-    _check_gqa(name, query, key, enable_gqa)
     options = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse, "kernel_options": kernel_options}
     flex = Flex(name, score_mod, block_mask, {**options, **others}, plain_flex_attention)
-    return AttentionRequest(query, key, value, core=flex, to_caller=flex.to_caller, blocks=block_mask is not None)
+    call, blocks = Call(enable_gqa=enable_gqa), block_mask is not None
+    return AttentionRequest(query, key, value, call, core=flex, to_caller=flex.to_caller, blocks=blocks)
 
 
 # --------------------------------------------------------------------------- nn.MultiheadAttention
@@ -213,16 +196,10 @@ def _multihead(
     causal, padding = bool(options.get("is_causal")), options.get("key_padding_mask")
     # By its contract the mask that comes with is_causal is the causal one.
     mask = _multihead_mask(None if causal else options.get("attn_mask"), padding, q.shape[0], num_heads)
-    return AttentionRequest(
-        q,
-        k,
-        v,
-        is_causal=causal and mask is None,
-        mask=mask,
-        window=(None, 0) if causal and mask is not None else None,  # causal too, and allows a mask
-        dropout_p=dropout_p if options.get("training", True) else 0.0,
-        to_caller=to_caller,
-    )
+    dropout_p = dropout_p if options.get("training", True) else 0.0
+    call = Call(causal and mask is None, mask=mask, dropout_p=dropout_p)
+    window = (None, 0) if causal and mask is not None else None  # causal too, and allows a mask
+    return AttentionRequest(q, k, v, call, window, to_caller)
 
 
 def _multihead_mask(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Tensor | None:
@@ -289,24 +266,20 @@ def _npu_request(
     _check_npu(name, given, input_layout, sparse_mode)
     split, join = _LAYOUTS[input_layout]
     kv_heads = head_num * key.shape[-1] // query.shape[-1] if input_layout in ("BSH", "SBH") else 0
-    request = AttentionRequest(
+    mask, is_causal, window = None, False, None
+    if atten_mask is not None:  # without it the operator ignores sparse_mode and tokens
+        mask = atten_mask == 0 if sparse_mode in (0, 1) else None
+        is_causal = sparse_mode in (2, 3)  # query and key are equally long: both diagonals are one
+        window = _npu_window(name, pre_tockens, next_tockens) if sparse_mode in (0, 4) else None
+    documents = _npu_documents(name, input_layout, actual_seq_qlen, actual_seq_kvlen)
+    return AttentionRequest(
         split(query, head_num),
         split(key, kv_heads),
         split(value, kv_heads),
-        scale=scale,
-        documents=_npu_documents(name, input_layout, actual_seq_qlen, actual_seq_kvlen),
-        sinks=sink,
-        to_caller=lambda out: _npu_outputs(join(out).contiguous(), out),
+        Call(is_causal, scale, mask, documents, sinks=sink),
+        window,
+        lambda out: _npu_outputs(join(out).contiguous(), out),
     )
-    if atten_mask is None:  # the operator ignores sparse_mode and tokens then
-        return request
-    if sparse_mode in (0, 1):
-        request.mask = atten_mask == 0
-    if sparse_mode in (2, 3):  # query and key are equally long: both diagonals are one
-        request.is_causal = True
-    if sparse_mode in (0, 4):
-        request.window = _npu_window(name, pre_tockens, next_tockens)
-    return request
 
 
 def _check_npu(name: str, given: list[str], layout: str, sparse_mode: int) -> None:

@@ -15,7 +15,7 @@ from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
 from ..ops import max_logits
 from ..ops.attention import attend
-from ..ops.config import Call, Mode
+from ..ops.config import Mode
 from ..ops.engine import TileEngine
 from ..ops.exchange.ulysses import Ulysses
 from ..ops.selection import select
@@ -91,20 +91,12 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
     binding, exchanged = call.binding, call.exchanged
     request = request if call.adapt is None else call.adapt(request)
     _check_request(call, request)
-    options = Call(
-        request.is_causal,
-        request.scale,
-        request.mask,
-        _documents(call, request),
-        request.dropout_p,
-        binding.name,
-        request.sinks,
-        weight=request.weight,
-        bias=request.bias,
-        selected=request.selected,
-        block=request.block,
+    options = replace(
+        request.call,
+        name=binding.name,
+        documents=_documents(call, request),
+        max_logits=binding.style.mode.max_logits and torch.is_grad_enabled(),
     )
-    options = replace(options, max_logits=binding.style.mode.max_logits and torch.is_grad_enabled())
     mode, (q, k, v), outputs = _mode(call, request), (request.query, request.key, request.value), None
     if request.selects is not None:  # all ranks select together, whatever heads attention exchanges
         return select(q, k, cp=call.mesh.views[0], mode=mode, call=options, **request.selects)
@@ -112,7 +104,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         _warn_of_windows(call, q)
         _warn_of_own_keys(call, request)
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
-        kv = q if request.weight is not None else k  # latents become as many heads as queries have
+        kv = q if options.weight is not None else k  # latents become as many heads as queries have
         sizes = (q.shape[1], kv.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
         cp = call.mesh.view(*binding.record(*sizes))
     else:
@@ -202,7 +194,7 @@ def _documents(call: RunningCall, request: AttentionRequest) -> Tensor | None:
     cross_attention=True in its style.
     """
     style, mesh = call.binding.style, call.mesh
-    found = call.documents if request.documents is None else request.documents
+    found = call.documents if request.call.documents is None else request.call.documents
     q, k = request.query, request.key
     if q.ndim != 4 or k.ndim != 4:  # refused below
         return found
@@ -214,7 +206,7 @@ def _documents(call: RunningCall, request: AttentionRequest) -> Tensor | None:
     refused = (
         (other_keys and not replicated and mesh.parallel and q.shape[2] == inside < k.shape[2], _DECODING),
         (other_keys and hiding and request.masked, _OTHER_KEYS),
-        (cross and (request.is_causal or request.window is not None), _CAUSAL_CROSS_ATTENTION),
+        (cross and (request.call.is_causal or request.window is not None), _CAUSAL_CROSS_ATTENTION),
         (cross and hiding and not request.masked, _CROSS_ATTENTION_WITHOUT_MASK),
         (cross and hiding and placed and equal, _EQUAL_CROSS_ATTENTION),
     )
@@ -260,13 +252,13 @@ def _check_request(call: RunningCall, request: AttentionRequest) -> None:
             "activation checkpoint there would recompute it as local attention. Checkpoint the whole module "
             "(use_reentrant=False); for inference put torch.no_grad() around the module"
         )
-    if request.documents is not None and call.documents is not None:
+    if request.call.documents is not None and call.documents is not None:
         raise ValueError(
             f"{name} passes packed documents, and so does the caller. A call has one table of documents. Leave one out"
         )
     if exchanged is None or q.ndim != 4 or request.selects is not None:
         return
-    if request.weight is not None:
+    if request.call.weight is not None:
         raise ValueError(
             f"{name} calls latent_attention, but its style exchanges heads at the entrance of the module "
             f"(qkv_indices={call.binding.style.qkv_indices}), where latents have none. The call exchanges what it "
