@@ -109,7 +109,7 @@ class DynamicStep:
         """Positions ``[1, S]`` that count from 0 in every sample, for ``handler.dispatch``."""
         m = self.micro_batch
         lengths = (_IDLE_TOKENS,) if m is None else (*m.lengths, m.length - sum(m.lengths))
-        return torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+        return torch.cat([torch.arange(n, device="cpu") for n in lengths]).unsqueeze(0)
 
     def loss(self, total: Tensor, tokens: float | Tensor, gradients: str = "mean") -> Tensor:
         """This rank's part of the mean over the global batch.

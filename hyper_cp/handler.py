@@ -486,7 +486,7 @@ class ContextParallelHandler(Shares):
         if padding is None or (past is None and by_documents(self.layout) and self.cp.batch.documents is None):
             return x
         if past is None:
-            past = self.position_ids(padding.padded) >= torch.tensor(padding.ends)[:, None]
+            past = self.position_ids(padding.padded) >= torch.tensor(padding.ends, device="cpu")[:, None]
         where = padding.spread(past, tuple(x.shape))
         return x if where is None else x.masked_fill(where.to(x.device), value)
 

@@ -149,6 +149,23 @@ def defined_names(tree: ast.Module) -> set[str]:
     return found
 
 
+FACTORIES = {
+    *("tensor", "as_tensor", "arange", "linspace", "zeros", "ones", "full", "empty", "eye", "tril_indices"),
+    *("triu_indices", "rand", "randn", "randint", "randperm", "normal", "empty_strided", "logspace"),
+}
+
+
+def test_new_tensors_name_their_device() -> None:
+    """The default device may be an accelerator, and tables belong on the host."""
+    found = []
+    for module, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            new = isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in FACTORIES
+            if new and not {"device", None} & {given.arg for given in node.keywords}:
+                found.append(f"hyper_cp/{module}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "tensors on the default device:\n" + "\n".join(found)
+
+
 @pytest.mark.slow
 def test_private_names_stay_at_home() -> None:
     """Private names of PyTorch stand in one room, its operators in the kernels; nobody reaches into a neighbour."""

@@ -170,7 +170,7 @@ def train(name: str, mode: dict[str, Any] | None, args: argparse.Namespace) -> R
     """Train one mode on all ranks, or (``mode`` None) the unsharded model on this rank alone."""
     model, handler = build(mode)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    positions = torch.arange(args.seq_len) if handler is None else handler.position_ids(args.seq_len)
+    positions = torch.arange(args.seq_len, device="cpu") if handler is None else handler.position_ids(args.seq_len)
     losses, seconds, activations = [], [], 0
     with record_traffic() as traffic, progress(name, args.steps, bool(name) and dist.get_rank() == 0) as advance:
         for step, (tokens, labels) in enumerate(text_batches(args.seq_len, args.steps)):
@@ -341,7 +341,7 @@ def rank_main(args: argparse.Namespace) -> int:
     dist.barrier()
     for name in args.modes:
         results[name] = gather(train(name, MODES[name], args))
-    exit_code = torch.tensor([report(results, args) if rank == 0 else 0])
+    exit_code = torch.tensor([report(results, args) if rank == 0 else 0], device="cpu")
     dist.broadcast(exit_code, 0)
     dist.destroy_process_group()
     return int(exit_code.item())

@@ -388,7 +388,7 @@ def shifted(x: Tensor, dim: int, fill: float, boundaries: Sequence[Sequence[int]
     """Give every position the label (or token) ``by`` positions on; the last ones of each document get ``fill``."""
     out = F.pad(x.movedim(dim, -1), (0, by), value=fill)[..., by:]
     for row, bounds in enumerate(boundaries):
-        last = (torch.tensor(bounds[1:]) - torch.arange(1, by + 1)[:, None]).flatten()
+        last = (torch.tensor(bounds[1:], device="cpu") - torch.arange(1, by + 1, device="cpu")[:, None]).flatten()
         last = last[last >= 0].to(x.device)  # of a document that is shorter, those before it have none either
         (out if len(boundaries) == 1 else out[row])[..., last] = fill
     return out.movedim(-1, dim)

@@ -88,7 +88,8 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
                 "by lengths. Pass one for each sample, and at least one"
             )
         scheduler.least_degree(self.lengths, self.lengths.index(max(self.lengths)))  # raises if it does not fit
-        self._position = torch.zeros(2, dtype=torch.int64).share_memory_()  # workers that persist see it change
+        # In shared memory: workers that persist see it change.
+        self._position = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     def state_dict(self) -> dict[str, int]:
         """The position at which iterations begin: seed, epoch, samples of the epoch that are done, and samples in
@@ -109,7 +110,7 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
                     f"state has {name}={found[name]}, and these batches {name}={own}. Samples would come twice or "
                     "never, since their order depends on seed and number. Pass those of the saved run"
                 )
-        self._position.copy_(torch.tensor([found["epoch"], found["samples"]]))
+        self._position.copy_(torch.tensor([found["epoch"], found["samples"]], device="cpu"))
 
     def _state(self, epoch: int, samples: int) -> dict[str, int]:
         total = len(self.lengths)
@@ -118,7 +119,8 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
 
     def __iter__(self) -> Iterator[DynamicBatch]:
         epoch, start = self._position.tolist()
-        order = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+        seeded = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.lengths), generator=seeded, device="cpu").tolist()
         worker = get_worker_info()  # the loader takes a batch from each worker in turn
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for begin in islice(range(start, len(order), self.batch_size), first, None, every):

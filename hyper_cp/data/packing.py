@@ -95,7 +95,7 @@ def _boundaries_of(name: str, entries: dict[Any, Any]) -> list[list[int]] | None
     if entry is None:
         return None
     rows = listed(entry)
-    ends = [len(row) for row in rows] if end is None else torch.as_tensor(end).flatten().tolist()
+    ends = [len(row) for row in rows] if end is None else torch.as_tensor(end, device="cpu").flatten().tolist()
     ends = ends * len(rows) if len(ends) == 1 else ends
     if len(ends) != len(rows):
         raise ValueError(
@@ -112,7 +112,7 @@ def _padded_documents(lengths: list[list[int]], padded: list[list[int]]) -> Tens
     table = documents_table(rows)
     if table is None or len({row[-1] for row in rows}) > 1:  # refused later
         return table
-    tokens = torch.zeros(len(rows), rows[0][-1], dtype=torch.bool)
+    tokens = torch.zeros(len(rows), rows[0][-1], dtype=torch.bool, device="cpu")
     for line, row in zip(tokens, rows, strict=True):
         for start, stop in list(pairwise(row))[::2]:
             line[start:stop] = True

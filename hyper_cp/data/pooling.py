@@ -33,7 +33,7 @@ def pool(
     _check(x, reduce, mask)
     factor = gradient_factor(shares.cp, x, gradients, "pool")
     at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length)
-    index = torch.arange(len(x))[:, None] * (count + 1) + numbers  # the last column is of no document
+    index = torch.arange(len(x), device="cpu")[:, None] * (count + 1) + numbers  # the last column is of no document
     index = index.flatten().to(x.device)
     shown = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask != 0
 
@@ -104,7 +104,7 @@ def _documents_of_tokens(
             f"length={length} pads to {shares.padded_length(length)} positions. The ranks hold {padded}. Pass the "
             "length of the sequence before it was split"
         )
-    counted = torch.arange(padded) < torch.tensor(ends or (padded,))[:, None]
+    counted = torch.arange(padded, device="cpu") < torch.tensor(ends or (padded,), device="cpu")[:, None]
     if (tokens := tokens_of(table)) is not None:  # also padding inside, which is a document for attention
         counted = counted & tokens
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
@@ -112,7 +112,7 @@ def _documents_of_tokens(
     rows = max(len(packed.rows), len(counted))
     boundaries = packed.rows * rows if len(packed.rows) == 1 else packed.rows
     kept = [
-        torch.tensor([start < stop and bool(here[start]) for start, stop in pairwise(row)])
+        torch.tensor([start < stop and bool(here[start]) for start, stop in pairwise(row)], device="cpu")
         for row, here in zip(boundaries, counted.expand(rows, -1), strict=True)
     ]
     count = max(int(row.sum()) for row in kept)

@@ -252,7 +252,7 @@ def padded_table(shares: Shares, documents: Any) -> Tensor:
     if not torch.compiler.is_compiling():
         read(table).check_ascending()
     last = table[:, -1:]
-    padded = torch.tensor([[shares.padded_length(int(length))] for length in last.flatten().tolist()])
+    padded = torch.tensor([[shares.padded_length(int(length))] for length in last.flatten().tolist()], device="cpu")
     if torch.equal(padded, last):
         return table
     found = torch.cat([table, padded], dim=1)
@@ -262,7 +262,7 @@ def padded_table(shares: Shares, documents: Any) -> Tensor:
 def _tokens(table: Tensor, last: Tensor, length: int) -> Tensor:
     """False where a sequence of ``length`` positions has padding: behind the last document, and where the table says
     so."""
-    known, inside = tokens_of(table), torch.arange(length) < last
+    known, inside = tokens_of(table), torch.arange(length, device="cpu") < last
     return inside if known is None else inside & F.pad(known, (0, length - known.shape[1]))
 
 

@@ -537,7 +537,7 @@ class _Stage:
         mask, is_causal, documents = request.call.mask, request.call.is_causal, request.call.documents
         if self.family.prompt_alone and is_causal:
             stream, is_causal = ((PROMPT,), (PROMPT,)), False
-            before = torch.ones(self.lengths[PROMPT], self.lengths[PROMPT], dtype=torch.bool).tril()
+            before = torch.ones(self.lengths[PROMPT], self.lengths[PROMPT], dtype=torch.bool, device="cpu").tril()
             mask = before.to(request.query.device)[None, None]
         queries, keys = request.query.shape[2], request.key.shape[2]
         of_queries, of_keys = stream or ((IMAGE,) if n < self.local_length else self.both for n in (queries, keys))

@@ -295,7 +295,7 @@ def generate_with(
 
 def _tokens_before(shown: Tensor) -> Tensor:
     """The distance ``[B, S]`` of each position to the last token up to it; ``NONE_BACK`` where there is none."""
-    at = torch.arange(shown.shape[1])
+    at = torch.arange(shown.shape[1], device="cpu")
     return (at - torch.where(shown, at, -NONE_BACK).cummax(1).values).clamp(max=NONE_BACK)
 
 
@@ -376,7 +376,7 @@ class _KeywordBatch(WholeBatch):
         """The state of the batch, for the model."""
         counted = self.mask
         if counted is None and self.padded > self.length:
-            counted = self._padded(torch.ones(self.first.shape[:2], dtype=torch.bool))
+            counted = self._padded(torch.ones(self.first.shape[:2], dtype=torch.bool, device="cpu"))
         types = {name: self._padded(self.entries[name], -1) for name in TOKEN_TYPES if _rows(self.entries.get(name))}
         if self.mask is not None and self.state.keys is None and not self.state.padding_counts:
             types = {name: x.masked_fill(~self.mask.bool(), -1) for name, x in types.items()}

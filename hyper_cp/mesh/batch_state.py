@@ -268,7 +268,7 @@ class BatchState:
         if found is None or found.share == 1:
             return None
         flat = found.rows is None and any(n and n % found.share == 0 for n in shape[:2])  # perhaps of all tokens
-        belongs = flat or found.spread(torch.zeros(1, found.share), shape) is not None
+        belongs = flat or found.spread(torch.zeros(1, found.share, device="cpu"), shape) is not None
         return (max(found.ends), found.padded) if belongs else None
 
     def record_entries(self, entries: Iterable[Any], padding: Padding | None, past: Tensor | None) -> None:

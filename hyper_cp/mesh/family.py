@@ -109,7 +109,7 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
         agreement.compare_if_new("groups", signature, f"mesh of {len(ranks)} ranks", "split_cp_mesh")
     built = {}
     for degree in chosen:  # the same order on every rank, which makes the group-wise set-up free of deadlock
-        table = torch.tensor(ranks).view(-1, degree)
+        table = torch.tensor(ranks, device="cpu").view(-1, degree)
         members = [parts_of(table.T.tolist()), parts_of(table.tolist())]
         for name, parts in zip(("dp", "cp"), members, strict=True):
             if parts not in groups:

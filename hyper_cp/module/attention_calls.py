@@ -212,7 +212,7 @@ def _multihead_mask(mask: Tensor | None, padding: Tensor | None, batch: int, hea
     if all(x.dtype == torch.bool for x in masks):
         visible = [~x for x in masks]
         return visible[0] & visible[-1] if masks else None
-    added = [x if x.is_floating_point() else torch.zeros(()).masked_fill(x, -torch.inf) for x in masks]
+    added = [x if x.is_floating_point() else torch.zeros((), device=x.device).masked_fill(x, -torch.inf) for x in masks]
     return added[0] + added[1] if len(added) > 1 else added[0]
 
 

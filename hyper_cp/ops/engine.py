@@ -346,7 +346,7 @@ def attention_op(
         work.run(plan.forward, keys, queries, compute, partials.result)
         out, lse, *largest = queries.results(partials.result)
         check_nans_if_enabled(work.cp, options, "the output", out)
-    number = torch.tensor([kernels.number_of(work.kernel_name)])
+    number = torch.tensor([kernels.number_of(work.kernel_name)], device="cpu")
     return _bshd_in_memory(out), lse.contiguous(), number, largest[0].contiguous() if largest else lse.new_empty(0)
 
 
@@ -417,7 +417,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *others: Any) -> t
     options = OpSettings.read(others[-1])
     _, values = _attended(q, k, v, Operands.of(tensors, options.tensors), options.absorbed)
     largest = torch.empty_like(lse) if options.max_logits else lse.new_empty(0)
-    return like_queries(q, values.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64), largest
+    return like_queries(q, values.shape[3], q.dtype), lse, torch.empty(1, dtype=torch.int64, device="cpu"), largest
 
 
 @attention_backward_op.register_fake

@@ -92,7 +92,7 @@ class EntryTiles:
     def _listed(self, tile: Tile, q: Tensor) -> TileInputs:
         """The inputs of the tile of all queries, of which each sees what it has selected and is complete."""
         assert self.selected is not None  # for mypy: `tiles` asks for it
-        positions = torch.cat([torch.arange(start + 1, stop + 1) for start, stop in self.queries])
+        positions = torch.cat([torch.arange(start + 1, stop + 1, device="cpu") for start, stop in self.queries])
         complete = (positions // self.every).to(q.device).unsqueeze(1)
         listed = self.selected.masked_fill(self.selected >= complete, -1)
         ranges = torch.tensor([[0], [tile.k[1]], [0]], dtype=listed.dtype, device=listed.device)

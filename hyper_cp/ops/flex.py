@@ -214,9 +214,9 @@ def _touched(ranges: tuple[Range, ...], rows: int, device: torch.device) -> tupl
             end = min(stop, start + rows - at % rows, start + rows - start % rows)
             pairs[at // rows, start // rows] = None
             at, start = at + end - start, end
-    local = torch.tensor([i for i, _ in pairs])
+    local = torch.tensor([i for i, _ in pairs], device="cpu")
     needed = local.bincount()
     if at % rows:  # a block that is not filled is never full: as in create_block_mask
         needed[-1] = len(pairs) + 1
-    touched = torch.tensor([g for _, g in pairs])
+    touched = torch.tensor([g for _, g in pairs], device="cpu")
     return local.to(device), touched.to(device), needed.to(device, torch.int32)

@@ -226,7 +226,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
         like_queries(q, v.shape[3], q.dtype),
         torch.empty_like(lse) if options.max_logits else lse.new_empty(0),
         lse,
-        torch.empty(1, dtype=torch.int64),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
         *(like_queries(one, v.shape[3], q.dtype) for _ in range(groups)),
         *(group_of(q, groups) for _ in range(groups)),
         *(group_of(x, kv_groups) for x in (k, v) for _ in range(kv_groups)),

@@ -21,12 +21,12 @@ from ..schedule.documents import read
 @torch.library.custom_op("hyper_cp::fingerprint", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def fingerprint(documents: Tensor | None, mesh: str) -> Tensor:
     """A fingerprint of these documents and this mesh: ``[1]`` int64 on the CPU."""
-    return torch.tensor([_hash(documents, mesh)])
+    return torch.tensor([_hash(documents, mesh)], device="cpu")
 
 
 @fingerprint.register_fake
 def _(documents: Tensor | None, mesh: str) -> Tensor:
-    return torch.empty(1, dtype=torch.int64)
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _hash(documents: Tensor | None, mesh: str) -> int:

@@ -61,7 +61,7 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
     if not table or any(len(row) < 2 for row in table):
         raise ValueError(f"documents={documents!r} has a row of less than two boundaries. {_WHY} {_REMEDY}")
     width = 1 << (max(len(row) for row in table) - 1).bit_length()
-    return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64)
+    return torch.tensor([row + [row[-1]] * (width - len(row)) for row in table], dtype=torch.int64, device="cpu")
 
 
 def listed(documents: Any) -> list[list[int]]:
@@ -77,7 +77,7 @@ def listed(documents: Any) -> list[list[int]]:
 def ids_tensor(document_ids: Any) -> Tensor:
     """The document of every position as a tensor."""
     try:
-        return torch.as_tensor(document_ids)
+        return document_ids if isinstance(document_ids, Tensor) else torch.as_tensor(document_ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"document_ids is a {type(document_ids).__name__} that cannot become a tensor ({error}). {_IDS}"
@@ -154,11 +154,12 @@ class PackedDocuments(Owner):
     def numbers(self, positions: Tensor) -> Tensor:
         """The number of the document of each position ``[n]``, for each row: ``[rows, n]``. It is 0 before the first
         position of the sequence, and one more than the last document's behind the last."""
-        return torch.stack([torch.searchsorted(torch.tensor(row), positions, right=True) for row in self.rows])
+        rows = (torch.tensor(row, device="cpu") for row in self.rows)
+        return torch.stack([torch.searchsorted(row, positions, right=True) for row in rows])
 
     def restarted(self, positions: Tensor) -> Tensor:
         """Positions counted from 0 in each document: ``[n] -> [rows, n]``."""
-        boundaries = [torch.tensor(row) for row in self.rows]
+        boundaries = [torch.tensor(row, device="cpu") for row in self.rows]
         return positions - torch.stack([b[torch.searchsorted(b, positions, right=True) - 1] for b in boundaries])
 
 

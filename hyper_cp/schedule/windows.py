@@ -29,7 +29,8 @@ def window_ends(counted: Tensor, every: int) -> tuple[Tensor, Tensor]:
     slots = ends.cumsum(1) - 1
     most = int(slots[:, -1].max()) + 1
     row, column = ends.nonzero(as_tuple=True)
-    found, there = torch.zeros(len(ends), most, dtype=torch.int64), torch.zeros(len(ends), most, dtype=torch.bool)
+    found = torch.zeros(len(ends), most, dtype=torch.int64, device="cpu")
+    there = torch.zeros_like(found, dtype=torch.bool)
     found[row, slots[row, column]], there[row, slots[row, column]] = column, True
     return found, there
 
@@ -57,7 +58,7 @@ def _gathering(layout: ResolvedLayout, documents: PackedDocuments | None, every:
     rows = []
     for row in range(len(found[0][0])):
         ends = [at[ends[row][there[row]]] for at, (ends, there) in zip(positions, found, strict=True)]
-        places = torch.cat([rank * max(counts) + torch.arange(len(x)) for rank, x in enumerate(ends)])
+        places = torch.cat([rank * max(counts) + torch.arange(len(x), device="cpu") for rank, x in enumerate(ends)])
         rows.append(places[torch.cat(ends).argsort()])
     return Gathering(counts, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1))
 
@@ -80,8 +81,10 @@ def seen_entries(positions: Tensor, documents: PackedDocuments | None, every: in
     first = torch.zeros_like(count)
     if documents is not None:
         for row, boundaries in enumerate(documents.rows):
-            before = torch.tensor([0, *(torch.tensor(boundaries).diff() // every).cumsum(0)])
-            first[row] = before[torch.searchsorted(torch.tensor(boundaries), positions, right=True) - 1]
+            before = torch.tensor(
+                [0, *(torch.tensor(boundaries, device="cpu").diff() // every).cumsum(0)], device="cpu"
+            )
+            first[row] = before[torch.searchsorted(torch.tensor(boundaries, device="cpu"), positions, right=True) - 1]
     return SeenEntries(positions - count, first, (count + 1) // every)
 
 

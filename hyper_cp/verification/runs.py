@@ -199,7 +199,7 @@ class Runs:
         if labels is not None and first.shape[:-1] == labels.shape:
             return handler.mean_loss(first, labels)
         known = self.positions()
-        at = torch.arange(first.shape[1] if first.ndim > 1 else 0)
+        at = torch.arange(first.shape[1] if first.ndim > 1 else 0, device="cpu")
         if known is not None and handler.cp.size > 1:
             at = known.at
         if first.ndim < 2 or first.shape[1] != len(at):

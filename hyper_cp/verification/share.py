@@ -35,7 +35,7 @@ class Positions:
     @property
     def first(self) -> bool:
         """True if this rank holds positions 0, 1, 2, ...: positions that are counted locally are right here."""
-        return torch.equal(self.at, torch.arange(self.local))
+        return torch.equal(self.at, torch.arange(self.local, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def looks_local(x: Tensor, positions: Positions) -> bool:
     """True if ``x`` counts 0, 1, 2, ... along the local rows, on a rank that does not hold the first positions."""
     if positions.first or x.dtype == torch.bool or x.is_complex():
         return False
-    counted = torch.arange(positions.local, dtype=torch.float64)
+    counted = torch.arange(positions.local, dtype=torch.float64, device="cpu")
     for dim, size in enumerate(x.shape):
         if size == positions.local and positions.local > 1:
             rows = wide(x).movedim(dim, -1)

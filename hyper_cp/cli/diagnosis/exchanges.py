@@ -165,7 +165,7 @@ def attend(cp: CPMesh, tile: Tile, dtype: torch.dtype, device: str, **mode: Any)
     at = positions(cp.rank, cp.size, tile, mode.get("layout", "contiguous"))
     keys_at = at
     if mode.get("kv_exchange") == "replicated":  # each rank has all keys, and the gradients that its queries give
-        keys_at, mine = torch.arange(tile.cols), torch.zeros_like(dout)
+        keys_at, mine = torch.arange(tile.cols, device="cpu"), torch.zeros_like(dout)
         mine[:, :, at] = dout[:, :, at]
         want = answer((*qkv, mine), tile.visible(), tile.scale)
         del want[1]  # the log-sum-exp
@@ -182,9 +182,9 @@ def positions(rank: int, ranks: int, tile: Tile, layout: str) -> Tensor:
     """Return the global positions of a rank's tokens: by definition where the layout has one, else as data is
     placed."""
     if layout == "contiguous":
-        return torch.arange(tile.rows).chunk(ranks)[rank]
+        return torch.arange(tile.rows, device="cpu").chunk(ranks)[rank]
     if layout == "head_tail":
-        chunks = torch.arange(tile.rows).chunk(2 * ranks)
+        chunks = torch.arange(tile.rows, device="cpu").chunk(2 * ranks)
         return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
     ends = [tile.rows] if tile.parts is None else [stop for (_, stop), _ in tile.parts]
     return resolve(layout, ranks, tile.rows, PackedDocuments([[0, *ends]])).positions(rank)
@@ -202,7 +202,7 @@ def _attention(cp: CPMesh, dtype: torch.dtype, device: str, documents: Any = Non
 
 
 def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
 
 
 def _gathered(mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
@@ -222,7 +222,7 @@ def _recurrence(mesh: DeviceMesh, device: str, dtype: torch.dtype) -> Results:
     length, handler = LENGTH * mesh.size(), ContextParallelHandler(mesh, "head_tail")
     q, k, v = (_random(seed, 1, length, 2, 4) for seed in (2, 3, 4))
     decay = -_random(5, 1, length, 2).abs()
-    state, rows = torch.zeros(1, 2, 4, 4, dtype=torch.float64), []
+    state, rows = torch.zeros(1, 2, 4, 4, dtype=torch.float64, device="cpu"), []
     for t in range(length):
         state = decay[:, t].exp()[..., None, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
         rows.append((q[:, t, :, None] @ state)[:, :, 0])

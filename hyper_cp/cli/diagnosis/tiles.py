@@ -62,13 +62,13 @@ class Tile:
     def visible(self) -> Tensor:
         """Return ``[rows, cols]``: the pairs that are visible, on the CPU."""
         if self.parts is not None:
-            visible = torch.zeros(self.rows, self.cols, dtype=torch.bool)
+            visible = torch.zeros(self.rows, self.cols, dtype=torch.bool, device="cpu")
             for (top, bottom), (left, right) in self.parts:
                 height, width = bottom - top, right - left
                 lower, upper = (None if bound is None else bound + width - height for bound in self.band)
                 visible[top:bottom, left:right] = Tile(height, width, (lower, upper)).visible()
             return visible
-        distance = torch.arange(self.cols)[None] - torch.arange(self.rows)[:, None]
+        distance = torch.arange(self.cols, device="cpu")[None] - torch.arange(self.rows, device="cpu")[:, None]
         lower, upper = self.band
         visible = torch.ones_like(distance, dtype=torch.bool)
         visible = visible if lower is None else visible & (distance >= lower)

@@ -152,7 +152,7 @@ class SplitModelCache(Cache):
         """The first row, start and stop of each range of the prompt on this rank."""
         self.new_mask: Tensor | None = None
         """The padding mask ``[B, new tokens]`` of the others."""
-        self.begins, self.mask = True, torch.ones(1, 0, dtype=torch.bool)
+        self.begins, self.mask = True, torch.ones(1, 0, dtype=torch.bool, device="cpu")
         """True up to the first forward of a call of ``generate``; the mask of all tokens in the last forward."""
         self.running = False
         """True from the beginning of a forward to its end: after an exception, layers hold different tokens."""

@@ -51,8 +51,11 @@ def _qwen2_audio(
 def _blank_qwen2_audio(owner: Any) -> dict[str, Tensor]:
     config, dtype = owner.config.audio_config, next(owner.parameters()).dtype
     frames = 2 * config.max_source_positions
-    features = torch.zeros(1, config.num_mel_bins, frames, dtype=dtype)
-    return {"input_features": features, "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64)}
+    features = torch.zeros(1, config.num_mel_bins, frames, dtype=dtype, device="cpu")
+    return {
+        "input_features": features,
+        "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64, device="cpu"),
+    }
 
 
 class _Rows:
@@ -101,16 +104,22 @@ def _phi4_audio(owner: Any, others: dict[str, Any], sharded: bool, **entries: An
 def _blank_phi4_image(owner: Any) -> dict[str, Tensor]:
     config, dtype = owner.config.vision_config, next(owner.parameters()).dtype
     side, patches = config.crop_size, config.image_size // config.patch_size
-    pixels = torch.zeros(1, 2, config.num_channels, config.image_size, config.image_size, dtype=dtype)
+    pixels = torch.zeros(1, 2, config.num_channels, config.image_size, config.image_size, dtype=dtype, device="cpu")
     return dict(
-        zip(PHI4_IMAGES, (pixels, torch.tensor([[side, side]]), torch.ones(1, 2, patches, patches)), strict=True)
+        zip(
+            PHI4_IMAGES,
+            (pixels, torch.tensor([[side, side]], device="cpu"), torch.ones(1, 2, patches, patches, device="cpu")),
+            strict=True,
+        )
     )
 
 
 def _blank_phi4_audio(owner: Any) -> dict[str, Tensor]:
-    features = torch.zeros(1, 2 * SHORTEST, owner.config.audio_config.input_size, dtype=next(owner.parameters()).dtype)
-    mask = torch.ones(features.shape[:2], dtype=torch.bool)
-    return dict(zip(PHI4_AUDIO, (features, torch.tensor([1]), mask), strict=True))
+    features = torch.zeros(
+        1, 2 * SHORTEST, owner.config.audio_config.input_size, dtype=next(owner.parameters()).dtype, device="cpu"
+    )
+    mask = torch.ones(features.shape[:2], dtype=torch.bool, device="cpu")
+    return dict(zip(PHI4_AUDIO, (features, torch.tensor([1], device="cpu"), mask), strict=True))
 
 
 QWEN2_AUDIO = ("input_features", "feature_attention_mask")

@@ -172,7 +172,7 @@ def items_of(owner: nn.Module, kind: str, entries: dict[str, Any]) -> Items:
         costs = grid.prod(1).tolist()
     else:
         sizes = given.get("image_sizes")
-        costs = [1.0] * len(given[names[0]]) if sizes is None else torch.as_tensor(sizes).prod(1).tolist()
+        costs = [1.0] * len(given[names[0]]) if sizes is None else torch.as_tensor(sizes, device="cpu").prod(1).tolist()
     ends = {name: [*range(1, len(costs) + 1)] for name in names}
     last, pixels = names[0] if sizes_of == SIDE_BY_SIDE else "", given[names[0]]
     if grid is not None:
@@ -371,21 +371,21 @@ def _blank_image(owner: Any) -> dict[str, Tensor]:
         side = getattr(config, "spatial_merge_size", 1)
         width = channels * getattr(config, "temporal_patch_size", 1) * size**2
         return {
-            "pixel_values": torch.ones(side**2, width, dtype=dtype),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
+            "pixel_values": torch.ones(side**2, width, dtype=dtype, device="cpu"),
+            "image_grid_thw": torch.tensor([[1, side, side]], device="cpu"),
         }
     if width := getattr(config, "patch_dim", 0):  # NeoMME: rows of patches
-        return {"pixel_values": torch.ones(1, width, dtype=dtype)}
+        return {"pixel_values": torch.ones(1, width, dtype=dtype, device="cpu")}
     side = getattr(config, "image_size", None)
     if isinstance(side, int) and set(needed) <= {"image_sizes"}:
         if points := getattr(owner.config, "image_grid_pinpoints", None):  # the fewest tiles, and the whole image
             height, width = min(points, key=lambda point: point[0] * point[1])
             tiles = (height // side) * (width // side) + 1
-            pixels = torch.ones(1, tiles, channels, side, side, dtype=dtype)
-            return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+            pixels = torch.ones(1, tiles, channels, side, side, dtype=dtype, device="cpu")
+            return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]], device="cpu")}
         rows = (1, 1) if _ROWS_OF_IMAGES in source_of(getattr(type(owner), METHODS["image"])) else (1,)
-        found = {"pixel_values": torch.ones(*rows, channels, side, side, dtype=dtype)}
-        return found | {name: torch.tensor([[side, side]]) for name in needed}
+        found = {"pixel_values": torch.ones(*rows, channels, side, side, dtype=dtype, device="cpu")}
+        return found | {name: torch.tensor([[side, side]], device="cpu") for name in needed}
     _refuse_blank(owner, "image", "and no blank image can be made of its configuration. Put an image into every batch")
 
 
@@ -405,9 +405,9 @@ def _blank_audio(owner: Any) -> dict[str, Tensor]:
     if bins is None or not {*names} <= {"input_features", "padding_mask", *FRAME_MASKS}:
         _refuse_blank(owner, "audio", "and no blank clip can be made of its configuration. Put a clip into every batch")
     shape = (bins, frames) if name == BINS[-1] else (frames, bins)
-    found = {"input_features": torch.zeros(1, *shape, dtype=next(owner.parameters()).dtype)}
+    found = {"input_features": torch.zeros(1, *shape, dtype=next(owner.parameters()).dtype, device="cpu")}
     masks = [x for x in names[1:] if x != "audio_feature_lengths" and x not in _rows_mask(owner, "audio")]
-    return found | {x: torch.ones(1, frames, dtype=torch.bool) for x in masks}
+    return found | {x: torch.ones(1, frames, dtype=torch.bool, device="cpu") for x in masks}
 
 
 BLANKS: dict[str, Callable[[Any], dict[str, Tensor]]] = {"image": _blank_image, "audio": _blank_audio}
@@ -446,7 +446,7 @@ class Exchange:
             image, video = kinds.pop("image"), kinds.pop("video")
             self._add("image", image.joined(video), {"image": len(image.costs), "video": len(video.costs)})
             self.inputs |= dict.fromkeys(video.entries)
-            self.inputs[names["video"][0]] = torch.empty(0)
+            self.inputs[names["video"][0]] = torch.empty(0, device="cpu")
             self.encoders["video"] = lambda *args, **kwargs: self.later.pop("video")
         for kind, items in kinds.items():
             self._add(kind, items, {kind: len(items.costs)})
@@ -545,13 +545,13 @@ class Exchange:
         """``[B, S]``, with padding: True on the placeholder tokens of a kind."""
         media, length = self.ready.media, (self.ready.length or 0) * self.ring.size
         if media is None or kind in self.blank:
-            return torch.zeros(1, length, dtype=torch.bool)
+            return torch.zeros(1, length, dtype=torch.bool, device="cpu")
         if kind == "image" and PLACES in self.ready.token_types:
             return self.ready.token_types[PLACES] > 0
-        found = torch.isin(media.tokens, torch.tensor(self.ids(kind)))
+        found = torch.isin(media.tokens, torch.tensor(self.ids(kind), device="cpu"))
         if kind == "video" and "pixel_values" not in media.entries and not bool(found.any()):
             # GLM-4V inserts videos at tokens of images.
-            found = torch.isin(media.tokens, torch.tensor(self.ids("image")))
+            found = torch.isin(media.tokens, torch.tensor(self.ids("image"), device="cpu"))
         return F.pad(found, (0, length - found.shape[1]))
 
     def ids(self, kind: str) -> list[int]:

@@ -219,7 +219,7 @@ def _no_seed(q: Tensor, size: tuple[int, ...] = (), dtype: torch.dtype = torch.i
 
 @lru_cache(maxsize=1024)
 def _host_ends(how: Packing, pinned: bool) -> Tensor:
-    return torch.tensor([[0, *how.row_ends], [0, *how.col_ends]], dtype=torch.int32, pin_memory=pinned)
+    return torch.tensor([[0, *how.row_ends], [0, *how.col_ends]], dtype=torch.int32, pin_memory=pinned, device="cpu")
 
 
 def _ends(how: Packing, device: torch.device) -> tuple[Tensor, ...]:

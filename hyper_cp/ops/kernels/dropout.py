@@ -23,7 +23,7 @@ _MASK = 0xFFFFFFFF
 
 def draw_seed() -> Tensor:
     """``[1]`` int64 on the CPU from the default generator, which checkpointing restores for a recompute."""
-    return torch.randint(0, 2**31, (1,), dtype=torch.int64)
+    return torch.randint(0, 2**31, (1,), dtype=torch.int64, device="cpu")
 
 
 class Dropout:

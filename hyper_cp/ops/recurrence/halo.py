@@ -65,5 +65,5 @@ class Halo:
         found = Rows([(a - shift, b - shift) for a, b in self.ranges]).take(rows, 0)
         if self.packed is None or shift == 0:
             return found
-        hidden = self.hidden(self.positions, torch.tensor([shift]))[:, 0]
+        hidden = self.hidden(self.positions, torch.tensor([shift], device="cpu"))[:, 0]
         return found.masked_fill(hidden.to(found.device)[..., None], 0)

@@ -223,7 +223,7 @@ class _Gathered(torch.autograd.Function):
 def _rows(halo: Halo, shifts: list[int], every: int) -> tuple[Tensor, Tensor]:
     """The fetched rows of windows, ``[B or 1, m, W]``, and True where one is outside of the sequence or of the document
     of the window; on the CPU."""
-    count, back = counted(halo.positions, halo.packed), torch.tensor(shifts)
+    count, back = counted(halo.positions, halo.packed), torch.tensor(shifts, device="cpu")
     ends, there = window_ends(count, every)
     return halo.index[ends][..., None] - back, ~there[..., None] | (count.gather(1, ends)[..., None] < back)
 
