@@ -1,9 +1,17 @@
-"""Results of modules that something else computes in their place, and the conditions in which both are compared."""
+"""Results that something else computes in place of a module or a function, and how both are compared."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from .._torch.leaves import other_leaf
+
+COMPARED = 64
+"""The most tokens on which both are compared."""
 
 
 def conditions(module: nn.Module) -> tuple[bool, bool, int]:
@@ -14,7 +22,49 @@ def conditions(module: nn.Module) -> tuple[bool, bool, int]:
     return grad, training, sum(x.requires_grad for x in module.parameters()) if grad else 0
 
 
-def name_of(module: nn.Module, leaf: Tensor) -> str:
+def name_of(module: nn.Module | None, leaf: Tensor) -> str:
     """The name of a parameter of a module; the shape of another tensor."""
-    found = next((name for name, x in module.named_parameters() if x is leaf), None)
+    named = () if module is None else module.named_parameters()
+    found = next((name for name, x in named if x is leaf), None)
     return found or f"a tensor {tuple(leaf.shape)} from outside of it"
+
+
+def along(x: Any) -> bool:
+    """True for an argument of a recurrence that has a row for each position."""
+    return isinstance(x, Tensor) and x.ndim > 2
+
+
+def first_tokens(x: Any, dim: int) -> Any:
+    """An argument for the first tokens of this rank only, without its graph."""
+    if not isinstance(x, Tensor):
+        return x
+    return (x.narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if along(x) else x).detach()
+
+
+def difference(
+    own: Callable[[], Any], ours: Tensor, arguments: Iterable[Any], module: nn.Module | None, grad: bool
+) -> str:
+    """The difference between the result that is replaced and ours, for few tokens; "" if there is none.
+
+    Args:
+        own: computes what is replaced; with ``grad`` in a graph of autograd.
+        arguments: those of the call: other tensors on which the result depends would get no gradient.
+    """
+    try:
+        with torch.set_grad_enabled(grad):  # arguments need none: an output that does depends on something else
+            found = own()
+    except Exception:
+        return ""  # it takes no such length, so there is nothing to compare with
+    if not isinstance(found, Tensor):
+        return f"it returns a {type(found).__name__}, and the function one tensor"
+    if found.shape != ours.shape:
+        return f"it returns {tuple(found.shape)}, and the function {tuple(ours.shape)}"
+    bar = 0.1 if torch.finfo(found.dtype).bits == 16 or torch.is_autocast_enabled(found.device.type) else 1e-3
+    leaf = other_leaf(found, [x for x in arguments if isinstance(x, Tensor)])
+    found, ours = found.detach().double(), ours.double()
+    scale = torch.maximum(found.abs().max(), ours.abs().max()).item()
+    distance = (found - ours).abs().max().item()
+    if distance > bar * scale:
+        return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
+    # A gain of 1 or a state of 0 changes no output yet, and would never be trained.
+    return "" if leaf is None else f"its output also depends on {name_of(module, leaf)}, which is no argument"

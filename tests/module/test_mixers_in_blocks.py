@@ -6,14 +6,16 @@ import threading
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallelHandler, context_parallel
+from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
 from tests.harness import mixer
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
@@ -178,3 +180,53 @@ def test_functions_read_the_documents_of_a_block(ranks: Ranks) -> None:
     for found in ranks(2, functions):
         for error, recompute in found.values():
             assert error <= 1e-10 and not recompute, found  # tests/ops/test_recomputes.py compares gradients
+
+
+def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, how: str) -> tuple[Tensor, None]:
+    """A function of a user's file with a name of fla."""
+    scale = 1.0 if how == "without its scale" else k.shape[-1] ** -0.5
+    if how == "heads first":
+        return recur(*(x.transpose(1, 2) for x in (q * scale, k, v, g)), None, None).transpose(1, 2), None
+    return recur(q * scale, k, v, g, None, None) * (GAIN if how == "a gain" else 1), None
+
+
+GAIN = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+class OwnFunction(nn.Module):
+    """Calls it as a function of its file; it is called in two ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.proj = how, nn.Linear(8, 16).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, g = (y.unflatten(-1, (2, 2)) for y in self.proj(x).chunk(4, -1))
+        g = -g[..., 0].abs()
+        given = (x.transpose(1, 2) for x in (q, k, v, g)) if self.how == "heads first" else (q, k, v, g)
+        out: Tensor = chunk_simple_gla(*given, how=self.how)[0]
+        return (out.transpose(1, 2) if self.how == "heads first" else out).flatten(2)
+
+
+@on_ranks
+def own_function(how: str) -> tuple[float, list[str]]:
+    """The error of a module in a block, and what a block and a plan raise of it."""
+    mesh, x, model = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), whole(), OwnFunction(how)
+    dist.broadcast(model.proj.weight.data, 0), dist.broadcast(model.proj.bias.data, 0)
+    want, errors, error = model(whole()).detach(), [], 0.0
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]) as handler:
+        errors.append(error_of(lambda: model(x)))
+        if not errors[0]:
+            error = (handler.combine(model(x).detach(), 1) - want).abs().max().item()
+    planned = parallelize_module(nn.Sequential(model), mesh, {"0": RecurrentContextParallel()})
+    errors.append(error_of(lambda: planned(handler.dispatch(whole(), 1))))
+    return error, errors
+
+
+@pytest.mark.parametrize("how", ["as fla", "heads first", "without its scale", "a gain"])
+def test_a_function_with_a_name_of_fla_that_is_another_is_refused(ranks: Ranks, how: str) -> None:
+    for error, errors in ranks(2, own_function, how):
+        if how == "as fla":
+            assert error <= 1e-10 and errors == ["", ""]
+        else:
+            assert all(text.startswith("ValueError") and "chunk_simple_gla of" in text for text in errors), errors

@@ -21,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._torch.modes import unseen
 from ..._torch.modules import is_running
+from ...mesh import cp_mesh
 from ...mesh.cp_mesh import CPMesh
 from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
+from ..replaced import difference, first_tokens
 from ..thread_stack import ThreadStack
 
 
@@ -361,7 +364,8 @@ def _put_in_front(names: dict[str, Any], name: str) -> None:
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    replacement = ROUTED[name]
+    replacement, known = ROUTED[name], (original.__module__ or "").split(".")[0] in _KNOWN
+    compared: set[tuple[Any, ...]] = set()
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -369,7 +373,54 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if mixer is None:
             return original(*args, **kwargs)
         mixer.routed += 1
+        if not known and not torch.compiler.is_compiling():
+            given = [(key, x if isinstance(x, (bool, str)) else None) for key, x in (*enumerate(args), *kwargs.items())]
+            if (now := (torch.is_grad_enabled(), *given)) not in compared:
+                _compare(mixer, name, original, args, kwargs)
+                compared.add(now)
         return replacement(mixer, *args, **kwargs)
 
     routed.hyper_cp_routes = name  # type: ignore[attr-defined]
     return routed
+
+
+_KNOWN = ("fla", "mamba_ssm", "causal_conv1d", "transformers")
+"""The packages whose functions are those of :data:`ROUTED`. Others may bear a name and compute something else."""
+
+
+def _compare(
+    mixer: RunningMixer, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise ``ValueError``, on every rank, unless a function computes what replaces it, on the first tokens."""
+    tensors, grad = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], torch.is_grad_enabled()
+    dim = -1 if ROUTED[name] in (_convolution, _selective_scan) else 1
+
+    def found() -> str:
+        few, named = [first_tokens(x, dim) for x in args], {key: first_tokens(x, dim) for key, x in kwargs.items()}
+        try:
+            ours = _output(ROUTED[name](alone(mixer.name), *few, **named))
+        except Exception:  # the call itself will say so
+            return ""
+        return difference(lambda: _output(original(*few, **named)), ours, tensors, mixer.module, grad)
+
+    real = all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors)  # fake tensors, say, have no values
+    verdict = unseen(found, tensors[0].device) if real and tensors else ""
+    signature, outcome = (("module", mixer.name), ("function", name)), (("result", verdict and "differs"),)
+    mixer.cp.agree("module", signature, mixer.name, once=outcome, always=True)
+    if verdict:
+        raise ValueError(
+            f"{mixer.name} calls {name} of {original.__module__}, which does not compute what {name} of "
+            f"its package computes: {verdict}. Under context "
+            "parallelism the function of that name would replace it. Call hyper_cp.ops.linear_recurrence or "
+            "hyper_cp.ops.causal_conv1d in its place, or use the conventions of that package (tensors [batch, "
+            "positions, heads, ...], queries scaled by dk ** -0.5, no softplus unless asked for)"
+        )
+
+
+def _output(found: Any) -> Any:
+    return found[0] if isinstance(found, tuple) else found
+
+
+def alone(name: str) -> RunningMixer:
+    """A call of a mixer on one device."""
+    return RunningMixer(name, None, cp_mesh.alone(), "contiguous", None)

@@ -7,6 +7,7 @@ all ranks, and compare the two on a few tokens of the first call, so that a wron
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,17 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._torch.leaves import other_leaf
 from ..._torch.modes import unseen
-from ...mesh import cp_mesh
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
-from ..replaced import conditions, name_of
-from .calls import ROUTED, RunningMixer, running_mixer
+from ..replaced import along, conditions, difference, first_tokens
+from .calls import ROUTED, RunningMixer, alone, running_mixer
 from .hooks import StyledMixerHooks
-
-COMPARED = 64
-"""The most tokens on which a module's own forward is compared with the function that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +226,7 @@ class NamedMixerHooks(StyledMixerHooks):
     def _computed(self, mixer: RunningMixer, given: dict[str, Any]) -> Tensor:
         """The function's output, in the form of the module."""
         if self.named.heads_first:
-            given = {name: x.transpose(1, 2) if _along(x) else x for name, x in given.items()}
+            given = {name: x.transpose(1, 2) if along(x) else x for name, x in given.items()}
         found = KINDS[self.named.kind].compute(mixer, **given, **self.named.options)
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2) if self.named.heads_first else out
@@ -256,40 +252,13 @@ class NamedMixerHooks(StyledMixerHooks):
 
     def _difference(self, given: dict[str, Any], grad: bool) -> str:
         """The difference between the module's own forward and the function, on one device; "" if there is none."""
-        dim = _sequence_dim(self.named)
-        few = {
-            name: x.narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if _along(x) else x
-            for name, x in given.items()
-        }
-        few = {name: x.detach() if isinstance(x, Tensor) else x for name, x in few.items()}
-        alone = RunningMixer(self.name, None, cp_mesh.alone(), "contiguous", None)
+        few = {name: first_tokens(x, _sequence_dim(self.named)) for name, x in given.items()}
         try:
-            ours = self._computed(alone, few)
+            ours = self._computed(alone(self.name), few)
         except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
             return f"the function raises {type(error).__name__} ({error})"
-        try:
-            with torch.set_grad_enabled(grad):  # few need none: an output that does depends on something else
-                own: Any = self.original(**{self.places[name]: x for name, x in few.items()})
-        except Exception:
-            return ""  # it takes no such length, so there is nothing to compare with
-        if not isinstance(own, Tensor):
-            return f"it returns a {type(own).__name__}, and the function one tensor"
-        if own.shape != ours.shape:
-            return f"it returns {tuple(own.shape)}, and the function {tuple(ours.shape)}"
-        bar = 0.1 if torch.finfo(own.dtype).bits == 16 or torch.is_autocast_enabled(own.device.type) else 1e-3
-        leaf = other_leaf(own, [x for x in given.values() if isinstance(x, Tensor)])
-        own, ours = own.detach().double(), ours.double()
-        scale = torch.maximum(own.abs().max(), ours.abs().max()).item()
-        distance = (own - ours).abs().max().item()
-        if distance > bar * scale:
-            return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
-        # A gain of 1 or a state of 0 changes no output yet, and would never be trained.
-        return "" if leaf is None else f"its output also depends on {name_of(self.module, leaf)}, which is no argument"
-
-
-def _along(x: Any) -> bool:
-    """True for a tensor that has a row for each position."""
-    return isinstance(x, Tensor) and x.ndim > 2
+        own = functools.partial(self.original, **{self.places[name]: x for name, x in few.items()})
+        return difference(own, ours, given.values(), self.module, grad)
 
 
 def _sequence_dim(named: Named) -> int:
