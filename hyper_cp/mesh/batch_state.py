@@ -474,6 +474,11 @@ class BatchState:
         if len(self._lengths) > LENGTHS:
             self._lengths.pop(next(iter(self._lengths)), None)
 
+    @property
+    def shares(self) -> set[int]:
+        """The lengths of shares that a handler has made lately."""
+        return {length for length, split in self._lengths.items() if split}
+
     def is_share(self, length: int) -> bool:
         """True if a share of this length was handed out or attended lately."""
         return length in self._lengths

@@ -28,7 +28,7 @@ from ..schedule.lookup import resolve
 from . import attention_calls
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
-from .mixers.calls import captures_function, is_mixer
+from .mixers.calls import captures_function, is_mixer, running_mixer
 from .mixing import NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
 from .model import Model, model_of
 
@@ -70,30 +70,54 @@ def _pattern(names: Iterable[str]) -> str:
     return repr(tuple(names)[:3])
 
 
-MIXING_CALLS = {name for row in TABLE if row.refused for name in row.functions}
+MIXING_CALLS = {name for row in TABLE if row.refused or row.warned for name in row.functions}
 """Names of functions that mix positions."""
 
 
 def refuse_mixing_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], allow: tuple[str, ...]
 ) -> None:
-    """Raise ``RuntimeError`` if a function mixes positions of this rank's share of the sequence, in a module that its
-    user does not exempt. (For a ``context_parallel`` block, which sees functions and no model.)"""
-    row = row_of_call(func.__name__, args, kwargs, lengths)
-    if row is None or not row.refused:
-        return
-    x: Tensor = args[0] if args else kwargs["input"]
+    """Raise ``RuntimeError``, or warn where harm is not sure, if a function mixes positions of this rank's share of the
+    sequence, in a module that its user does not exempt. (For a ``context_parallel`` block, which sees functions and no
+    model.)"""
     running = list(running_modules())
-    model = Model(running[-1], allow) if running else None
-    caller = model.names.get(id(running[0]), "") if model else ""
-    if model is None or not model.allows(caller):
-        who = f"module {caller!r} ({type(running[0]).__name__}) calls {func.__name__}" if model else func.__name__
-        raise RuntimeError(
-            f"{who}{'' if model else ' is called'} on a tensor {tuple(x.shape)} that has this rank's share of the "
-            "sequence, in a context_parallel block. It mixes positions, so it would compute something else than on one "
-            f"device. {row.instead}. Or take it out of the block. If that is not the split sequence, exempt it from "
-            f"this check: context_parallel(..., allow=({caller!r},))"
-        )
+    found = _mixing_call(func, args, kwargs, lengths, Model(running[-1], allow) if running else None)
+    if found is not None:
+        row, caller, what = found
+        if row.refused:
+            raise RuntimeError(
+                f"{what}, in a context_parallel block. {_MIXED} {row.instead}. Or take it out of the block. If that is "
+                f"not the split sequence, exempt it from this check: context_parallel(..., allow=({caller!r},))"
+            )
+        _warn_of_mixing(row, what, f"context_parallel(..., allow=({caller!r},))")
+
+
+_MIXED = "It mixes positions, so it would compute something else than on one device."
+
+
+def _mixing_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], model: Model | None
+) -> tuple[Mixing, str, str] | None:
+    """The row of a function that mixes positions of a share, the module that calls it, and both in words; None for
+    other calls, and in modules that are exempted."""
+    row = row_of_call(func.__name__, args, kwargs, lengths)
+    if row is None or not (row.refused or row.warned):
+        return None
+    caller = next(iter(running_modules()), None)
+    name = model.names.get(id(caller), "") if model else ""
+    if model is not None and model.allows(name):
+        return None
+    x: Tensor = args[0] if args else kwargs["input"]
+    who = f"module {name!r} ({type(caller).__name__}) calls {func.__name__}" if model else f"{func.__name__} is called"
+    return row, name, f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence"
+
+
+def _warn_of_mixing(row: Mixing, what: str, exempts: str) -> None:
+    warnings.warn(
+        f"{what}. {_MIXED} {row.instead}. If that is not the split sequence, ignore this warning, or exempt it: "
+        f"{exempts}",
+        stacklevel=6,
+    )
 
 
 def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) -> None:
@@ -227,6 +251,13 @@ class FirstForward(EnteredMode):
         spelling = attention_calls.spelled(func)
         if spelling is None and not self.warned:
             self._warn_of_local_positions(func, (*args, *kwargs.values()))
+        if getattr(func, "__name__", "") in MIXING_CALLS and running_mixer() is None:
+            styled = [binding for binding in self.model.styled.values() if binding.active.parallel]
+            lengths = {binding.positions for binding in styled if binding.ran and binding.positions}
+            lengths |= styled[0].active.views[0].batch.shares
+            if found := _mixing_call(func, args, kwargs, lengths, self.model):
+                row, name, what = found
+                _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
         if spelling is None or current_call() is not None:
             return
         length = _self_attention(func, args, kwargs)

@@ -19,8 +19,8 @@ Arguments = tuple[Any, ...]
 GATHER = 'Gather the sequence around it (handler.combine(x, gradients="shares"), then handler.dispatch)'
 
 
-def _in_last_dimension(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return x.ndim > 2 and x.shape[-1] in lengths
+def _behind_channels(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return any(size in lengths for size in x.shape[2:])
 
 
 def _convolved(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -38,18 +38,29 @@ def _convolved(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Coll
 
 
 def _recurrent(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return any(size in lengths for size in x.shape[:2])
+    packed = len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 1  # the rows of each step
+    return any(size in lengths for size in (args[1].shape if packed else x.shape[:2]))
 
 
 def _batch_normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
     if not kwargs.get("training", args[5] if len(args) > 5 else False):
         return False
     flattened = x.ndim == 2 and any(x.shape[0] % length == 0 for length in lengths if length > 1)
-    return flattened or _in_last_dimension(x, args, kwargs, lengths)
+    return flattened or _behind_channels(x, args, kwargs, lengths)
 
 
-def _resized(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return any(size in lengths for size in x.shape[2:])
+def _pooled(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    kernel = _each(kwargs.get("kernel_size", args[1] if len(args) > 1 else None), x.ndim - 2)
+    return any(n in lengths and k != 1 for n, k in zip(x.shape[2:], kernel, strict=False))
+
+
+def _pooled_to(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    sizes = _each(kwargs.get("output_size", args[1] if len(args) > 1 else None), x.ndim - 2)
+    return any(n in lengths and size not in (n, None) for n, size in zip(x.shape[2:], sizes, strict=False))
+
+
+def _each(given: Any, number: int) -> list[Any]:
+    return [*given] if isinstance(given, (tuple, list)) else [given] * number
 
 
 def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -57,6 +68,11 @@ def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Coll
     dims = kwargs.get("dim", kwargs.get("dims", positional))
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     return any(x.shape[d] in lengths for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim)
+
+
+def _along_dim_after_number(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    given = kwargs.get("dim", kwargs.get("dims", args[2] if len(args) > 2 else -1))
+    return _along_dim(x, (x, given), {}, lengths)
 
 
 @dataclass(frozen=True)
@@ -69,12 +85,14 @@ class Mixing:
     functions: tuple[str, ...] = ()
     harmless: Callable[[Any], bool] = lambda module: False
     """True for a module of these types that treats every position by itself."""
-    along: Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool] = _in_last_dimension
+    along: Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool] = lambda *_: False
     """True if a function, called with an input and these arguments, mixes one of these numbers of positions."""
     instead: str = GATHER
     """The way out, as a sentence without its full stop; ``{0}`` is the names of the modules."""
     refused: bool = True
-    """False where the sequence is seldom the dimension that is mixed: ``verify`` then takes it for evidence only."""
+    """False where the sequence is seldom the dimension that is mixed, or harm is not sure."""
+    warned: bool = False
+    """True: such a call is warned of. Else ``verify`` takes what is not refused for evidence only."""
 
 
 TABLE = (
@@ -93,17 +111,35 @@ TABLE = (
         along=_recurrent,
     ),
     Mixing(
+        "carries a state from call to call, which may be from position to position",
+        (nn.RNNCellBase,),
+        ("rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"),
+        along=lambda *_: True,
+    ),
+    Mixing(
         "takes its statistics over positions",
         (nn.BatchNorm1d,),
         ("batch_norm",),
         harmless=lambda module: not module.training and module.track_running_stats,
         along=_batch_normalised,
     ),
-    Mixing("takes its statistics over positions", (nn.InstanceNorm1d, nn.GroupNorm), ("instance_norm",)),
+    Mixing(
+        "takes its statistics over positions",
+        (nn.InstanceNorm1d, nn.GroupNorm),
+        ("instance_norm", "group_norm"),
+        along=_behind_channels,
+    ),
     Mixing(
         "pools positions",
-        (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-        ("max_pool1d", "avg_pool1d", "lp_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
+        (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d),
+        tuple(f"{kind}_pool{n}d" for kind in ("max", "avg", "lp") for n in (1, 2, 3)),
+        along=_pooled,
+    ),
+    Mixing(
+        "pools positions",
+        (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+        tuple(f"adaptive_{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3)),
+        along=_pooled_to,
     ),
     Mixing(
         "takes a softmax over dimension {0.dim}, which may be the sequence",
@@ -111,18 +147,33 @@ TABLE = (
         harmless=lambda module: module.dim is not None and (module.dim == -1 or module.dim > 1),
         instead="If that is its last dimension, write dim=-1. " + GATHER,
     ),
-    Mixing("convolves pixels", (nn.Conv2d, nn.Conv3d), ("conv2d", "conv3d"), along=_convolved, refused=False),
+    # Their modules are mostly for pixels, and calls show what they are for.
+    Mixing("convolves pixels", functions=("conv2d", "conv3d"), along=_convolved),
+    Mixing("convolves pixels", (nn.Conv2d, nn.Conv3d), refused=False),
     Mixing("takes its statistics over pixels", (nn.BatchNorm2d, nn.SyncBatchNorm), refused=False),
-    Mixing("resizes the sequence", functions=("interpolate",), along=_resized, refused=False),
+    Mixing("resizes the sequence", functions=("interpolate",), along=_behind_channels, refused=False, warned=True),
     Mixing(
-        "scans, sorts or reduces positions",
+        "scans or orders positions",
+        functions=("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "sort"),
+        along=_along_dim,
+        refused=False,
+        warned=True,
+    ),
+    Mixing(
+        "shifts or selects positions",
+        functions=("roll", "diff", "topk"),
+        along=_along_dim_after_number,
+        instead=f"{GATHER}, use handler.roll_tensor for a shift",
+        refused=False,
+        warned=True,
+    ),
+    Mixing(
+        "reduces positions",
         functions=(
-            *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll", "sort", "argsort", "diff"),
             *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "norm"),
-            *("median", "softmax", "log_softmax", "logsumexp"),
+            *("median", "softmax", "log_softmax", "logsumexp", "argsort"),
         ),
         along=_along_dim,
-        instead=f"{GATHER}, use handler.roll_tensor for a shift",
         refused=False,
     ),
 )

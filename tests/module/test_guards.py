@@ -42,6 +42,8 @@ MIXING: list[nn.Module] = [
     nn.RNN(4, 4),
     nn.LSTM(4, 4),
     nn.GRU(4, 4),
+    nn.GRUCell(4, 4),
+    nn.LSTMCell(4, 4),
     nn.BatchNorm1d(4),
     nn.BatchNorm1d(4, track_running_stats=False).eval(),
     nn.InstanceNorm1d(4),
@@ -81,11 +83,20 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         ("conv1d", (torch.zeros(2, 3, 16), wide, None, 1, 0, 2)),  # and with a dilation of 2
         ("conv2d", (x[None], torch.zeros(2, 2, 1, 3))),
         ("gru", (x.mT,)),
+        ("gru", (torch.zeros(13, 3), torch.tensor([3, 2, 2, 2, 1, 1, 1, 1]), x)),  # packed sequences of unequal lengths
+        ("gru_cell", (torch.zeros(2, 3), torch.zeros(2, 3))),
+        ("group_norm", (x, 3)),
         ("batch_norm", (x, *statistics)),
+        ("batch_norm", (x[..., None], *statistics)),
         ("batch_norm", (torch.zeros(16, 3), *statistics)),
         ("avg_pool1d", (x, 2)),
+        ("avg_pool1d", (x, 8)),
+        ("max_pool2d", (x[:, None], (1, 2))),
+        ("adaptive_avg_pool1d", (x, 1)),
         ("interpolate", (x, 4)),
         ("cumsum", (x, -1)),
+        ("roll", (x, 1, 2)),
+        ("topk", (x, 2)),
         ("sum", (x, (0, 2))),
     ]
     harmless = [
@@ -95,6 +106,11 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         ("conv2d", (x[None], torch.zeros(2, 2, 3, 1))),
         ("batch_norm", (x, None, None, None, None, False)),
         ("cumsum", (x, 1)),
+        ("roll", (x, 2, 1)),
+        ("topk", (x, 2, 1)),
+        ("group_norm", (torch.zeros(8, 4), 2)),
+        ("max_pool2d", (x[:, None], (3, 1))),
+        ("adaptive_avg_pool2d", (x[:, None], (1, 8))),
         ("linear", (x, wide)),
     ]
     assert all(row_of_call(name, args, {}, {8}) for name, args in mixing_calls)
