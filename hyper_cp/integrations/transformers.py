@@ -158,7 +158,7 @@ def prepare_model(
         if model is not stack:
             hook.around = ref(model)
         if hook.binding.active.parallel:
-            watch(stack)
+            watch(stack, known=True)
         attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:

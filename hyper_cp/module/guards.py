@@ -199,9 +199,10 @@ def _watched(root: nn.Module) -> bool:
     return any(isinstance(owner, FirstForward) for owner in hook_owners(root))
 
 
-def watch(root: nn.Module) -> None:
-    """Watch the next forward of a model for attention that is not routed, and for positions counted locally."""
-    first = FirstForward()
+def watch(root: nn.Module, known: bool = False) -> None:
+    """Watch the next forward of a model for attention that is not routed, for positions counted locally and, unless it
+    is a model that is ``known``, for functions that mix positions."""
+    first = FirstForward(known)
     root.register_forward_pre_hook(first.before, prepend=True)
     root.register_forward_hook(first.after, always_call=True)
 
@@ -212,16 +213,16 @@ def watch(root: nn.Module) -> None:
 class FirstForward(EnteredMode):
     """The hooks of a model around its first forward, and the mode that sees the functions which that forward calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: bool = False) -> None:
         super().__init__()
-        self.done = self.warned = False
+        self.known, self.done, self.warned = known, False, False
         self.thread: int | None = None
         """The thread in which the first forward runs; None while it does not run."""
         self.unrouted: list[tuple[str, str, int | None]] = []
         """Attention calls that were not routed: module name, beginning of the error, number of positions."""
 
     def __deepcopy__(self, memo: Any) -> FirstForward:
-        return FirstForward()  # a copy is another model
+        return FirstForward(self.known)  # a copy is another model
 
     def before(self, root: nn.Module, args: Any) -> None:
         """Begin to watch."""
@@ -251,13 +252,8 @@ class FirstForward(EnteredMode):
         spelling = attention_calls.spelled(func)
         if spelling is None and not self.warned:
             self._warn_of_local_positions(func, (*args, *kwargs.values()))
-        if getattr(func, "__name__", "") in MIXING_CALLS and running_mixer() is None:
-            styled = [binding for binding in self.model.styled.values() if binding.active.parallel]
-            lengths = {binding.positions for binding in styled if binding.ran and binding.positions}
-            lengths |= styled[0].active.views[0].batch.shares
-            if found := _mixing_call(func, args, kwargs, lengths, self.model):
-                row, name, what = found
-                _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
+        if not self.known and getattr(func, "__name__", "") in MIXING_CALLS and running_mixer() is None:
+            self._warn_of_mixing(func, args, kwargs)
         if spelling is None or current_call() is not None:
             return
         length = _self_attention(func, args, kwargs)
@@ -284,6 +280,14 @@ class FirstForward(EnteredMode):
                 "the model the position_ids of get_batch_on_this_cp_rank, or those of handler.position_ids",
                 stacklevel=6,
             )
+
+    def _warn_of_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        styled = [binding for binding in self.model.styled.values() if binding.active.parallel]
+        lengths = {binding.positions for binding in styled if binding.ran and binding.positions}
+        lengths |= styled[0].active.views[0].batch.shares
+        if found := _mixing_call(func, args, kwargs, lengths, self.model):
+            row, name, what = found
+            _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
 
     def _refuse_unrouted(self) -> None:
         """Raise if attention that was not routed had as many positions as this rank's share of the sequence."""

@@ -369,6 +369,7 @@ def blocks() -> dict[str, str]:
         "gru": of(nn.GRU(8, 8, batch_first=True)),
         "rnn_tanh": of(nn.RNN(8, 8, batch_first=True)),
         "batch_norm": of(nn.BatchNorm1d(8)),
+        "group_norm": of(nn.GroupNorm(2, 8)),
         "max_pool1d": of(nn.MaxPool1d(2)),
         "right: one position": of(nn.Conv1d(8, 8, 1)),
         "right: running statistics": of(nn.BatchNorm1d(8).eval()),
@@ -389,6 +390,68 @@ def test_functions_that_mix_positions_in_a_block(ranks: Any) -> None:
                     text,
                 )
                 assert text.endswith("exempt it from this check: context_parallel(..., allow=('mixing',))[]")
+
+
+# --------------------------------------------------------------------------- functions that a model calls itself
+
+
+class ByHand(nn.Module):
+    """A function of a tensor ``[B, C, S]``, which no module shows."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.function(x)
+        return x
+
+
+@on_ranks
+def by_hand(block: bool) -> dict[str, list[int]]:
+    """Warnings of two forwards."""
+
+    def of(function: Callable[[Tensor], Any], allow: tuple[str, ...] = ()) -> list[int]:
+        style, found = ContextParallel(2, 1, 1, allow=allow), []
+        model: nn.Module = Mixed(ByHand(function))
+        if not block:
+            model.attention = modules.BNSD(True)
+            model.forward = lambda x: model.attention(*[model.mixing(x.mT).mT[:, None]] * 3)
+            model = parallelize_module(model, cp_mesh(), {"attention": style})
+        batch = ContextParallelHandler(cp_mesh(), style).get_batch_on_this_cp_rank({"x": torch.zeros(1, 16, 4)})
+        for _ in range(2):
+            x = torch.zeros(1, 16, 4)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if block:
+                    with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1], allow=allow):
+                        model(x)
+                else:
+                    model(batch["x"])
+            found.append(sum("mixes positions" in str(x.message) for x in caught))
+        return found
+
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "cumsum": lambda x: x.cumsum(-1),
+        "flip": lambda x: x.flip(2),
+        "roll": lambda x: x.roll(1, 2),
+        "topk": lambda x: x.topk(2),
+        "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+        "right: mean": lambda x: x.mean(-1),
+        "right: channels": lambda x: (x.cumsum(1), x.roll(1, 1), x.topk(2, dim=1)),
+    }
+    if not block:  # which refuses it
+        calls["conv1d"] = lambda x: F.conv1d(F.pad(x, (2, 0)), torch.zeros(1, 4, 3))
+        calls["group_norm"] = lambda x: F.group_norm(x, 1)
+    return {name: of(call) for name, call in calls.items()} | {"right: allowed": of(calls["cumsum"], ("mixing",))}
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["plan", "block"])
+def test_functions_along_the_share_are_warned_of(ranks: Any, block: bool) -> None:
+    """A plan's model is watched in its first forward."""
+    for found in ranks(2, by_hand, block):
+        for name, counts in found.items():
+            assert counts == [0, 0] if name.startswith("right") else counts == [1, block], (name, counts)
 
 
 # --------------------------------------------------------------------------- positions that are counted locally
