@@ -169,11 +169,16 @@ class context_parallel:
             s.versions = s.count_versions()
         routing.__enter__()
         self._entered.append(routing)
+        if sharded:
+            routing.layouts = self.handler.cp.batch.layouts_of_buffers
+            routing.layouts.append(self.handler.layout)
         return self.handler
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         routing = self._entered.pop()
         routing.__exit__(kind, error, trace)
+        if routing.layouts:
+            routing.layouts.remove(self.handler.layout)
         written = [s for s in routing.sharded if s.whole is not None and s.count_versions() != s.versions]
         for s in routing.sharded:
             s.end()
@@ -370,6 +375,8 @@ class _Routing(DispatchMode):
         self.buffers = {id(s.share): s.buffer for s in sharded}
         self.call.shares = [(s.share.shape[0] if s.dim else 1, s.share.shape[s.dim]) for s in sharded]
         self.mixer = _BlockMixer(self)
+        self.layouts: list[str] = []
+        """Where the batch state keeps the layout of the block, if it has split buffers."""
         self.packed = False
         """True if a buffer has positions of packed documents, and no attention call has been warned of them."""
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}

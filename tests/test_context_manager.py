@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.context_manager import _blocks, _sharded_now
 from hyper_cp.mesh import comm
+from hyper_cp.ops import attention, causal_conv1d, linear_recurrence, windows
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, token_positions, visible_pairs
-from tests.harness.ranks import check_errors, errors_of, on_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks
 
 LENGTH = 24
 
@@ -328,6 +330,35 @@ def styled_inside() -> None:
 
 def test_styled_modules_speak_for_themselves(ranks: Any) -> None:
     ranks(2, styled_inside)
+
+
+@on_ranks
+def other_layouts() -> dict[str, str]:
+    """Errors of functions and styles of another layout than that in which a block has split its buffers."""
+    mesh, x = cp_mesh(), torch.zeros(1, 8, 2, 2)
+    module = parallelize_module(modules.BNSD(True), mesh, ContextParallel(2, 1, 1))
+    calls: dict[str, Callable[..., Any]] = {
+        "attention": lambda x, **of: attention(*[x.transpose(1, 2)] * 3, is_causal=True, mesh=mesh, **of),
+        "recurrence": lambda x, **of: linear_recurrence(x, x, x, x[..., 0], mesh=mesh, **of),
+        "convolution": lambda x, **of: causal_conv1d(x[..., 0].mT, torch.zeros(2, 3), mesh=mesh, **of),
+        "windows": lambda x, **of: windows(x, [1], mesh=mesh, **of),
+    }
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        found = {name: error_of(lambda call=call: call(x)) for name, call in calls.items()}
+        found["styled"] = error_of(lambda: module(*[x.transpose(1, 2)] * 3))
+        found |= {f"right: {name}": error_of(lambda c=call: c(x, layout="head_tail")) for name, call in calls.items()}
+        found["right: not causal"] = error_of(lambda: attention(*[x.transpose(1, 2)] * 3, mesh=mesh))
+    found["right: behind it"] = error_of(lambda: calls["attention"](x[:, :4]))
+    return found
+
+
+def test_another_layout_than_that_of_the_buffers_is_refused(ranks: Any) -> None:
+    for found in ranks(2, other_layouts):
+        for name, error in found.items():
+            if name.startswith("right"):
+                assert error == "", (name, error)
+            else:
+                assert error.startswith("ValueError") and "split its buffers as 'head_tail'" in error, (name, error)
 
 
 @on_ranks

@@ -122,6 +122,8 @@ class ThreadBlocks:
         self.entered: list[Block] = []
         # An attribute, and not the last block: a compiled graph reads it as an input, at any depth of blocks.
         self.documents: Tensor | None = None
+        self.layouts: list[str] = []
+        """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
 
 
 class _OfAllMeshes(threading.local):
@@ -190,6 +192,11 @@ class BatchState:
         blocks.entered.append(block)
         blocks.documents = documents
         return block
+
+    @property
+    def layouts_of_buffers(self) -> list[str]:
+        """The layouts in which ``context_parallel`` blocks of this thread have split their buffers, innermost last."""
+        return self._this_thread.blocks.layouts
 
     def leave(self, block: Block) -> None:
         """End one block, whichever thread and order it ends in: no other block changes."""
@@ -421,6 +428,14 @@ class BatchState:
         if torch.compiler.is_compiling():
             return
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
+        of_buffers = self.layouts_of_buffers[-1:]
+        if of_buffers and ranks > 1 and layout not in (None, *of_buffers):
+            (split,) = of_buffers
+            raise ValueError(
+                f"attention or a recurrence runs with layout={layout!r}, in a context_parallel block that has split "
+                f"its buffers as {split!r} on the same mesh. It would assign wrong positions to tokens. Pass "
+                f"layout={split!r} to the function or the style, or layout={layout!r} to the block"
+            )
         if opened and ranks > 1:
             _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
         if length not in self._lengths:
