@@ -124,6 +124,8 @@ class Shares:
                 "length that the dispatched tensor had"
             )
         table = self.cp.batch.documents if documents is None else documents_for(self, documents, whole)
+        if length is None and gradients == "shares":
+            self._warn_of_padding(whole)
         if factor > 1:
             tensor = with_gradient_of(tensor, tensor * factor)
         gathered = gather_sequence(tensor, table, self.cp.key, self.layout, seq_dim, gradients == "shares", False)
@@ -156,6 +158,14 @@ class Shares:
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
+        shares = self.cp.batch.shares
+        if dims == -1 and tensor.shape[-1] not in shares and shares & {*tensor.shape[1:]}:
+            warnings.warn(
+                f"roll_tensor shifts the last dimension of a tensor {tuple(tensor.shape)}, which is not as long as a "
+                f"share of the sequence ({', '.join(map(str, sorted(shares)))}), and another one is. Pass dims=, the "
+                "dimension of the sequence (1 for hidden states [B, S/n, C])",
+                stacklevel=2,
+            )
         if not is_int(shifts):
             raise TypeError(f"shifts={shifts!r} must be an int. It counts positions along the dimension dims. Pass one")
         length = tensor.shape[seq_dim] * self.cp.size
@@ -192,6 +202,17 @@ class Shares:
             rows = read(table).restarted(at)
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
+
+    def _warn_of_padding(self, whole: int) -> None:
+        """Warn if a sequence of ``whole`` positions ends with padding of the block's batch."""
+        batch = self.cp.batch
+        if batch.padded_length == whole and batch.length not in (None, whole):
+            warnings.warn(
+                f'combine(gradients="shares") returns all {whole} positions of a batch of {batch.length}: the others '
+                "are padding, which whatever mixes positions would take for tokens. Pass "
+                f"length={batch.length} (batch.length), and pad_value= to the dispatch that follows",
+                stacklevel=3,
+            )
 
     def _local_share(
         self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None

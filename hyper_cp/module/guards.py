@@ -29,7 +29,7 @@ from . import attention_calls
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
 from .mixers.calls import captures_function, is_mixer, running_mixer
-from .mixing import NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
+from .mixing import GATHER, NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
 from .model import Model, model_of
 
 logger = getLogger(__name__)
@@ -51,6 +51,10 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
         if not model.allows(name) and not any(name.startswith(f"{x}." if x else "") for x in outer):
             found[name] = row
             outer.append(name)  # not what is inside of it
+    for name, module in modules.items():
+        inside = any(name.startswith(f"{x}." if x else "") for x in outer)
+        if isinstance(module, nn.BatchNorm1d) and name not in found and not inside and not model.allows(name):
+            module.register_forward_pre_hook(_refuse_training)
     if found:
         some = [f"module {name!r} ({type(modules[name]).__name__}) {found[name].does.format(modules[name])}"
                 for name in list(found)[:3]]  # fmt: skip
@@ -63,6 +67,16 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
             f"{'; '.join(some)}{others}. Under ContextParallel it has only this rank's share of the sequence, so it "
             f"would compute something else than on one device. {instead} Or take it out of the model. If it does not "
             f"work along the split sequence, exempt it from this check: ContextParallel(allow={_pattern(found)})"
+        )
+
+
+def _refuse_training(module: nn.Module, args: Any) -> None:
+    """Raise for batch statistics of a module that was in evaluation when the model was searched."""
+    if module.training:
+        raise ValueError(
+            f"a {type(module).__name__} under a plan that was applied in evaluation is now in training, and takes its "
+            "statistics over positions of this rank's share of the sequence. On one device they are those of the "
+            f"whole. {GATHER}; or keep it in evaluation (module.eval()), or exempt it from this check with allow="
         )
 
 

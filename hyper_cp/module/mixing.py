@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from .mixers.calls import is_mixer, keeps_function
 
 Arguments = tuple[Any, ...]
-GATHER = 'Gather the sequence around it (handler.combine(x, gradients="shares"), then handler.dispatch)'
+GATHER = (
+    'Gather the sequence around it (handler.combine(x, length=batch.length, gradients="shares"), then '
+    "handler.dispatch(x, pad_value=0))"
+)
 
 
 def _behind_channels(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:

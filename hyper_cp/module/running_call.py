@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import checkpoint
 from .._torch.modules import is_running
 from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
@@ -246,12 +247,7 @@ _EQUAL_CROSS_ATTENTION = (
 
 def _check_request(call: RunningCall, request: AttentionRequest) -> None:
     name, q, exchanged = call.binding.name, request.query, call.exchanged
-    if call.grad_enabled and not torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} calls attention with gradients switched off inside the module. A reentrant "
-            "activation checkpoint there would recompute it as local attention. Checkpoint the whole module "
-            "(use_reentrant=False); for inference put torch.no_grad() around the module"
-        )
+    checkpoint.refuse_without_gradients(name, "attention", call.grad_enabled)
     if request.call.documents is not None and call.documents is not None:
         raise ValueError(
             f"{name} passes packed documents, and so does the caller. A call has one table of documents. Leave one out"

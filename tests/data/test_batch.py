@@ -101,6 +101,35 @@ def rolls(layout: str, names: tuple[str, ...]) -> dict[str, int]:
     return {}
 
 
+@on_ranks
+def warned(length: int) -> dict[str, int]:
+    """Warnings of calls in the block of a batch of ``length`` positions."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous")
+    batch = handler.get_batch_on_this_cp_rank({"x": torch.randn(1, length, 4)})
+    found, x = {}, batch["x"]
+    with handler.documents(batch):
+        for name, call in {
+            "whole with padding": lambda: handler.combine(x, gradients="shares"),
+            "whole without it": lambda: handler.combine(x, length=length, gradients="shares"),
+            "for a loss": lambda: handler.combine(x, gradients="sum"),
+            **({"channels": lambda: handler.roll_tensor(x, 1)} if length == 16 else {}),  # else an error
+            "positions": lambda: handler.roll_tensor(x, 1, 1),
+            "positions are last": lambda: handler.roll_tensor(x.mT, 1),
+        }.items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+            found[name] = sum("padding" in str(w.message) or "dims=" in str(w.message) for w in caught)
+    return found
+
+
+def test_padding_in_the_middle_of_a_model_and_rolled_channels_are_warned_of(ranks: Any) -> None:
+    for length in (16, 17):
+        for found in ranks(2, warned, length):
+            assert found.pop("channels", 1) == 1 and found.pop("whole with padding") == (length == 17)
+            assert not any(found.values()), found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_a_roll_is_that_of_the_whole_sequence(ranks: Any, world: int, layout: str) -> None:

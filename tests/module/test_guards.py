@@ -454,6 +454,25 @@ def test_functions_along_the_share_are_warned_of(ranks: Any, block: bool) -> Non
             assert counts == [0, 0] if name.startswith("right") else counts == [1, block], (name, counts)
 
 
+@on_ranks
+def statistics() -> list[str]:
+    """What forwards of a model say, whose statistics were off when its plan was applied: off, on, and on again without
+    a share."""
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "attention": modules.BNSD(True)}).eval()
+    model = parallelize_module(model, cp_mesh(), {"attention": ContextParallel(2, 1, 1)})
+    found = [error_of(lambda: model["norm"](torch.zeros(1, 4, 8)))]
+    found.append(error_of(lambda: model.train()["norm"](torch.zeros(1, 4, 8))))
+    allowed = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "attention": modules.BNSD(True)}).eval()
+    parallelize_module(allowed, cp_mesh(), {"attention": ContextParallel(2, 1, 1, allow=("norm",))})
+    found.append(error_of(lambda: allowed.train()["norm"](torch.zeros(1, 4, 8))))
+    return found
+
+
+def test_statistics_that_begin_after_the_plan_are_refused(ranks: Any) -> None:
+    for off, on, allowed in ranks(2, statistics):
+        assert off == allowed == "" and on.startswith("ValueError: a BatchNorm1d under a plan"), (off, on, allowed)
+
+
 # --------------------------------------------------------------------------- positions that are counted locally
 
 

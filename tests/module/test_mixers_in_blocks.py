@@ -182,6 +182,33 @@ def test_functions_read_the_documents_of_a_block(ranks: Ranks) -> None:
             assert error <= 1e-10 and not recompute, found  # tests/ops/test_recomputes.py compares gradients
 
 
+class InnerCheckpoint(nn.Module):
+    """Recomputes its recurrence alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = mixer.make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (2, 4)) for _ in range(3))
+        out: Tensor = checkpoint(mixer.chunk_gla, q, k, v, -v.abs(), use_reentrant=True)[0]
+        return out.flatten(2)
+
+
+@on_ranks
+def inner_checkpoint() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = parallelize_module(nn.Sequential(InnerCheckpoint()), mesh, {"0": RecurrentContextParallel()})
+    with torch.no_grad():
+        model(whole()[:, :12])  # gradients are off around it: right
+    return error_of(lambda: model(whole()[:, :12].requires_grad_()))
+
+
+def test_a_reentrant_checkpoint_inside_of_a_mixer_is_refused(ranks: Ranks) -> None:
+    for error in ranks(2, inner_checkpoint):
+        assert "calls chunk_gla with gradients switched off inside the module" in error, error
+
+
 def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, how: str) -> tuple[Tensor, None]:
     """A function of a user's file with a name of fla."""
     scale = 1.0 if how == "without its scale" else k.shape[-1] ** -0.5

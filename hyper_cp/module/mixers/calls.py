@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._torch import checkpoint
 from ..._torch.modes import unseen
 from ..._torch.modules import is_running
 from ...mesh import cp_mesh
@@ -45,6 +46,7 @@ class RunningMixer:
     ulysses_degree: int | None = 1
     routed: int = 0
     """Calls that were routed so far."""
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
 
     def alive(self) -> bool:
         """True while the module's call is on the stack of this thread, or the block has not ended."""
@@ -373,6 +375,8 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if mixer is None:
             return original(*args, **kwargs)
         mixer.routed += 1
+        if mixer.module is not None:  # blocks look at checkpoints themselves
+            checkpoint.refuse_without_gradients(mixer.name, name, mixer.grad_enabled)
         if not known and not torch.compiler.is_compiling():
             given = [(key, x if isinstance(x, (bool, str)) else None) for key, x in (*enumerate(args), *kwargs.items())]
             if (now := (torch.is_grad_enabled(), *given)) not in compared:

@@ -35,8 +35,9 @@ class MixerHooks:
         if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
             raise NotImplementedError(
                 f"{name} is bidirectional (bidirectional=True or is_causal=False). Context parallelism passes states "
-                "forward along the sequence, and the way back would need a pass of its own. Flip the sequence outside "
-                "of the module, or use one device"
+                "forward along the sequence, and the way back would need a pass of its own. Give a second module the "
+                "flipped whole sequence (a share's flip is another one): "
+                'handler.dispatch(handler.combine(x, length=batch.length, gradients="shares").flip(1), pad_value=0)'
             )
 
     def check_calls(self, module: nn.Module) -> None:
