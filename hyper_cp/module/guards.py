@@ -28,7 +28,7 @@ from ..schedule.lookup import resolve
 from . import attention_calls
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
-from .mixers.calls import captures_function, is_mixer, running_mixer
+from .mixers.calls import LAST, captures_function, is_mixer, route_loaded, running_mixer, watching
 from .mixing import GATHER, NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
 from .model import Model, model_of
 
@@ -229,30 +229,35 @@ class FirstForward(EnteredMode):
 
     def __init__(self, known: bool = False) -> None:
         super().__init__()
-        self.known, self.done, self.warned = known, False, False
+        self.known, self.warned = known, False
+        self.done: set[bool] = set()
+        """The modes whose first forward has been watched, training and evaluation: other modules may run in each."""
         self.thread: int | None = None
         """The thread in which the first forward runs; None while it does not run."""
-        self.unrouted: list[tuple[str, str, int | None]] = []
-        """Attention calls that were not routed: module name, beginning of the error, number of positions."""
+        self.unrouted: list[tuple[str, str, int | None, str]] = []
+        """Calls that were not routed: module name, beginning and end of the error, number of positions."""
 
     def __deepcopy__(self, memo: Any) -> FirstForward:
         return FirstForward(self.known)  # a copy is another model
 
     def before(self, root: nn.Module, args: Any) -> None:
         """Begin to watch."""
-        if torch.compiler.is_compiling() or self.done or current_call() is not None:
+        if torch.compiler.is_compiling() or root.training in self.done or current_call() is not None:
             return
         if self.thread is not None:
             if self.thread != threading.get_ident() or calls_running(root) > 1:
                 return
             self._end()  # a KeyboardInterrupt ended that forward without its hooks
         if any(is_compiled(module) for module in (*running_modules(), *root.modules())):
-            self.done = True  # graphs would be compiled for this forward, and again without the watch
+            self.done = {True, False}  # graphs would be compiled for this forward, and again without the watch
             return
         self.model = Model(root)
         if any(binding.active.parallel for binding in self.model.styled.values()):
             self.thread, self.unrouted = threading.get_ident(), []
             self.__enter__()
+            if not self.known:
+                route_loaded()
+                watching.push(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -276,8 +281,18 @@ class FirstForward(EnteredMode):
         caller = next(iter(running_modules()), self.model.root)
         name = self.model.names.get(id(caller), "")
         if not self.model.allows(name):
-            self.unrouted.append((name, f"module {name!r} ({type(caller).__name__}) calls {spelling}", length))
-            self._refuse_unrouted()
+            self._add(caller, name, spelling, length, _NO_KEYS)
+
+    def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuse a recurrence, or a convolution, that no mixer routes, if it may be over this rank's share."""
+        length = next((x.shape[-1 if name in LAST else 1] for x in args if isinstance(x, Tensor) and x.ndim > 2), None)
+        caller = next(iter(running_modules()), self.model.root)
+        if not self.model.allows(place := self.model.names.get(id(caller), "")):
+            self._add(caller, place, name, length, _NO_STATES)
+
+    def _add(self, caller: nn.Module, name: str, function: str, length: int | None, end: str) -> None:
+        self.unrouted.append((name, f"module {name!r} ({type(caller).__name__}) calls {function}", length, end))
+        self._refuse_unrouted()
 
     def _warn_of_local_positions(self, func: Any, inputs: Iterable[Any]) -> None:
         """Warn if a table of positions is read, or a rotary embedding made, at 0 to S/n - 1 on a rank that holds other
@@ -304,15 +319,13 @@ class FirstForward(EnteredMode):
             _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
 
     def _refuse_unrouted(self) -> None:
-        """Raise if attention that was not routed had as many positions as this rank's share of the sequence."""
+        """Raise if a call that was not routed had as many positions as this rank's share of the sequence."""
         shares = {binding.positions for binding in self.model.styled.values() if binding.ran} - {None}
-        for name, call, length in self.unrouted:
+        for name, call, length, end in self.unrouted:
             if shares and (length is None or length in shares):
                 raise RuntimeError(
                     f"{call} on this rank's share of the sequence{'' if length is None else f' ({length} positions)'}, "
-                    "and is not under ContextParallel: it attends to none of the other ranks' keys. Add it to the "
-                    "plan. If what it attends to is not the split sequence, exempt it from this check: "
-                    f"ContextParallel(allow={_pattern([name])})"
+                    f"{end} exempt it from this check: ContextParallel(allow={_pattern([name])})"
                 )
 
     def after(self, root: nn.Module, args: Any, output: Any) -> None:
@@ -323,7 +336,7 @@ class FirstForward(EnteredMode):
         if output is None and sys.exc_info()[0] is not None:  # an exception is on its way
             return
         self._refuse_unrouted()
-        self.done = True
+        self.done.add(root.training)
         styled = self.model.styled
         idle = [name for name, binding in styled.items() if not binding.ran]
         some = ", ".join(idle[:5]) + (", ..." if len(idle) > 5 else "")
@@ -345,8 +358,20 @@ class FirstForward(EnteredMode):
             )
 
     def _end(self) -> None:
+        watching.remove(self)
         self.thread = None
         self.take_out()
+
+
+_NO_KEYS = (
+    "and is not under ContextParallel: it attends to none of the other ranks' keys. Add it to the plan. If what it "
+    "attends to is not the split sequence,"
+)
+_NO_STATES = (
+    "and is not under RecurrentContextParallel: its states would begin anew on every rank. Add the module to the plan, "
+    "with RecurrentContextParallel, and call the function by its name in a method of that module, or in a function of "
+    "its file. If that is not the split sequence,"
+)
 
 
 def counts_locally(x: Tensor, binding: Binding) -> bool:

@@ -280,6 +280,23 @@ def test_attention_that_is_not_routed_is_found(ranks: Any) -> None:
 
 
 @on_ranks
+def in_training_only() -> list[str]:
+    """Errors of a forward in evaluation, and of one in training, which runs one more module."""
+    (q, k, v), _ = local()
+    model = Layers(styled=Attention(), other=Attention())
+    applied(model).eval()
+    model.skip = ("other",)
+    evaluation = error_of(lambda: model(q, k, v))
+    model.skip = ()
+    return [evaluation, error_of(lambda: model.train()(q, k, v))]
+
+
+def test_the_first_forward_of_each_mode_is_watched(ranks: Any) -> None:
+    for evaluation, training in ranks(2, in_training_only):
+        assert evaluation == "" and "calls F.scaled_dot_product_attention on this rank's share" in training
+
+
+@on_ranks
 def idle(skip: tuple[str, ...]) -> list[str]:
     (q, k, v), _ = local()
     model = Layers(styled=Attention(), styled_too=Attention(), linear=_Short())

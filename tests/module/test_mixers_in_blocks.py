@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
 from itertools import pairwise
 from typing import Any
@@ -15,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel
+from hyper_cp import ContextParallel, ContextParallelHandler, RecurrentContextParallel, context_parallel
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
-from tests.harness import mixer
+from tests.harness import mixer, modules
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 from tests.harness.recurrence_oracle import convolve, recur
 
@@ -180,6 +182,118 @@ def test_functions_read_the_documents_of_a_block(ranks: Ranks) -> None:
     for found in ranks(2, functions):
         for error, recompute in found.values():
             assert error <= 1e-10 and not recompute, found  # tests/ops/test_recomputes.py compares gradients
+
+
+def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
+    return recur(q * k.shape[-1] ** -0.5, k, v, g, None, None), None
+
+
+def helper(*args: Tensor) -> Any:
+    return chunk_gla(*args)
+
+
+REGISTRY = {"gla": chunk_gla}
+PARTIAL = functools.partial(chunk_gla)
+
+
+class Calls(nn.Module):
+    """Calls its recurrence in a way of its own."""
+
+    kept = staticmethod(chunk_gla)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.inner = nn.Linear(8, 16).double(), modules.BNSD(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, g = (y.unflatten(-1, (2, 2)) for y in self.proj(x).chunk(4, -1))
+        out: Tensor = self.call(q, k, v, -g.abs())[0]
+        return out.flatten(2)
+
+
+class Helper(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return helper(*args)
+
+
+class Property(Calls):
+    @property
+    def call(self) -> Any:
+        return chunk_gla
+
+
+class Nested(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return (lambda *given: chunk_gla(*given))(*args)
+
+
+class OfClass(Calls):
+    @classmethod
+    def call(cls, *args: Tensor) -> Any:
+        return chunk_gla(*args)
+
+
+class Registered(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return REGISTRY["gla"](*args)
+
+
+class Partial(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return PARTIAL(*args)
+
+
+class Static(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return self.kept(*args)
+
+
+class Hybrid(nn.Module):
+    """A mixer, and attention."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer, self.attention = mixer, modules.BNSD(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(*[self.mixer(x)[:, None]] * 3)[:, 0]
+        return out
+
+
+@on_ranks
+def called(kind: type[Calls]) -> tuple[dict[str, float], dict[str, str]]:
+    """Errors of outputs, and what was raised: in a block, under RecurrentContextParallel, and in a plan without it."""
+    mesh, model, wrong, raised = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Hybrid(kind()), {}, {}
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    want = model(whole()).detach()
+    recurrent = {"mixer": RecurrentContextParallel()}
+    for name, plan in {"block": None, "plan": recurrent, "attention alone": {}}.items():
+        net, x = copy.deepcopy(model), whole()
+        try:
+            if plan is None:
+                with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous"):
+                    out = net(x)
+            else:
+                parallelize_module(net, mesh, {"attention": ContextParallel(2, 1, 1), **plan})
+                out = net(whole().chunk(2, 1)[dist.get_rank()])
+            wrong[name] = (out - want.chunk(2, 1)[dist.get_rank()]).abs().max().item()
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raised[name] = str(error)
+    return wrong, raised
+
+
+@pytest.mark.parametrize("kind", [Helper, Property, Nested, OfClass, Registered, Partial, Static])
+def test_ways_to_call_a_recurrence_are_seen(ranks: Ranks, kind: type[Calls]) -> None:
+    """Whatever keeps the function, nothing runs over a share: a plan routes it, or refuses the model."""
+    for wrong, raised in ranks(2, called, kind):
+        assert all(error <= 1e-10 for error in wrong.values()), wrong
+        known = kind in (Helper, Property, Nested, OfClass)
+        assert wrong.keys() == ({"block", "plan"} if known else {"block"}), raised
+        assert known or "calls none of the functions" in raised["plan"]
+        assert ("runs along the sequence" if known else "is not under RecurrentContextParallel") in raised[
+            "attention alone"
+        ]
 
 
 class InnerCheckpoint(nn.Module):

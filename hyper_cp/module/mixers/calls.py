@@ -13,8 +13,8 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -262,8 +262,22 @@ ROUTED: dict[str, Callable[..., Any]] = {
 """The functions by the names that they have in the files of mixers."""
 
 
+LAST = {name for name, function in ROUTED.items() if function in (_convolution, _selective_scan)}
+"""Those whose tensors end with the sequence; in others it is dimension 1."""
+
 running_mixers: ThreadStack[RunningMixer] = ThreadStack()
 """The mixers, and the ``context_parallel`` blocks, that are running."""
+
+
+class Watch(Protocol):
+    """The watch of a model's first forward."""
+
+    def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
+        """Raise if a function of :data:`ROUTED` should have been routed."""
+
+
+watching: ThreadStack[Watch] = ThreadStack()
+"""What is told of calls that no mixer routes, while the first forward of a model is watched."""
 
 
 def running_mixer() -> RunningMixer | None:
@@ -317,14 +331,27 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     found: list[tuple[dict[str, Any], str]] = []
     for owner in kind.__mro__:
         for method in vars(owner).values() if issubclass(owner, nn.Module) else ():
-            method = inspect.unwrap(method) if inspect.isfunction(method) else None
             # Code that was made by exec may belong to no file.
-            if method is None or (method.__module__ or "").startswith("torch."):
+            if (method := _plain(method)) is None or (method.__module__ or "").startswith("torch."):
                 continue
-            names = method.__globals__
-            found += [(names, name) for name in {*method.__code__.co_names} if _function_of(name, names.get(name))]
+            names, used = method.__globals__, _names_in(method.__code__)
+            # A method may call the function through another one of its file.
+            helpers = [_plain(names.get(name)) for name in used]
+            used |= {x for f in helpers if f and f.__globals__ is names for x in _names_in(f.__code__)}
+            found += [(names, name) for name in used if _function_of(name, names.get(name))]
     _known[kind] = found
     return found
+
+
+def _plain(method: Any) -> FunctionType | None:
+    """The function of a method, of a property, or of a global; None for anything else."""
+    method = method.fget if type(method) is property else getattr(method, "__func__", method)
+    return inspect.unwrap(method) if inspect.isfunction(method) else None
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of globals and attributes in code, and in functions inside of it."""
+    return {*code.co_names}.union(*(_names_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 _known: WeakKeyDictionary[type, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
@@ -351,13 +378,34 @@ def route_loaded() -> None:
     ``context_parallel`` block knows no model, and a mixer may call them through another file."""
     for file in sys.modules.keys() - _routed:
         names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
-        for name in list(names):
+        for name, value in list(names.items()):
             _put_in_front(names, name)
+            if not file.startswith("torch."):
+                _put_in_front_of_kept(names, name, value, file)
         _routed.add(file)
 
 
 _routed: set[str] = set()
 """The files whose functions have been routed."""
+
+
+def _put_in_front_of_kept(names: dict[str, Any], name: str, value: Any, file: str) -> None:
+    """The same for functions that a global of a file keeps: a dict or a list, a partial function, or a class as a
+    static method."""
+    if type(value) in (dict, list) and len(value) <= _REGISTRY:
+        for key, kept in list(value.items() if type(value) is dict else enumerate(value)):
+            if type(kept) is FunctionType and (known := _unrouted("", kept)):
+                value[key] = _in_front(known, kept)
+    elif type(value) is functools.partial and (known := _unrouted("", value.func)):
+        names[name] = functools.partial(_in_front(known, value.func), *value.args, **value.keywords)
+    elif isinstance(value, type) and value.__module__ == file and issubclass(value, nn.Module):
+        for key, kept in list(vars(value).items()):
+            if type(kept) is staticmethod and (known := _unrouted(key, kept.__func__)):
+                setattr(value, key, staticmethod(_in_front(known, kept.__func__)))
+
+
+_REGISTRY = 64
+"""The most entries of a global dict or list that is searched."""
 
 
 def _put_in_front(names: dict[str, Any], name: str) -> None:
@@ -373,6 +421,8 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def routed(*args: Any, **kwargs: Any) -> Any:
         mixer = running_mixer()
         if mixer is None:
+            if not torch.compiler.is_compiling() and (watch := watching.top) is not None:
+                watch.inspect_recurrence(name, (*args, *kwargs.values()))
             return original(*args, **kwargs)
         mixer.routed += 1
         if mixer.module is not None:  # blocks look at checkpoints themselves
@@ -397,7 +447,7 @@ def _compare(
 ) -> None:
     """Raise ``ValueError``, on every rank, unless a function computes what replaces it, on the first tokens."""
     tensors, grad = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], torch.is_grad_enabled()
-    dim = -1 if ROUTED[name] in (_convolution, _selective_scan) else 1
+    dim = -1 if name in LAST else 1
 
     def found() -> str:
         few, named = [first_tokens(x, dim) for x in args], {key: first_tokens(x, dim) for key, x in kwargs.items()}
