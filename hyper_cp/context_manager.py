@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -479,16 +480,17 @@ class _BlockMixer(RunningMixer):
     def __init__(self, routing: _Routing) -> None:
         binding = routing.call.binding
         super().__init__(binding.name, None, binding.active.views[0], binding.style.mode.layout, None)
-        self.routing = routing
+        self.routing = ref(routing)  # which holds this one: a cycle would keep all buffers until Python looks for it
 
     def current(self) -> RunningMixer | None:
         """This one with the active documents; None where calls are left to others, or there is one rank."""
-        if not self.routing.responsible():
+        routing = self.routing()
+        if routing is None or not routing.responsible():
             return None
-        binding = self.routing.call.binding
+        binding = routing.call.binding
         batch = binding.active.views[0].batch
         self.documents = batch.documents_of_call("a recurrence in a context_parallel block")
         if not binding.active.parallel and self.documents is None:
             return None
-        self.routing.check_checkpoint("a recurrence")
+        routing.check_checkpoint("a recurrence")
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -330,6 +332,24 @@ def styled_inside() -> None:
 
 def test_styled_modules_speak_for_themselves(ranks: Any) -> None:
     ranks(2, styled_inside)
+
+
+@on_ranks
+def kept_buffers() -> bool:
+    """True if a block keeps nothing alive when it has ended, before Python looks for cycles."""
+    x = torch.zeros(1, 8, 2, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1]):
+            share = weakref.ref(_blocks.entries[-1].sharded[0].share)
+        return share() is None
+    finally:
+        gc.enable()
+
+
+def test_buffers_are_freed_with_their_block(ranks: Any) -> None:
+    assert ranks(2, kept_buffers) == [True, True]
 
 
 @on_ranks

@@ -516,7 +516,7 @@ class DecoderHook:
             )
         if on_one_device:
             state: forward.State = OneDevice(self.implementation)
-        elif cache is not None and cache.prompt is None:  # new tokens, which all ranks have
+        elif cache is not None and cache.turn.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
             if self.direct:
                 kwargs["attention_mask"] = no_mask(next(module.parameters()).device)
@@ -772,7 +772,7 @@ class HeadHook:
             if cache.get_seq_length() == 0:
                 kwargs, kept = self._prompt(cache, kwargs, kept)
             elif isinstance(mask := kwargs.get("attention_mask"), Tensor):
-                cache.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
+                cache.turn.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
             cache.running = True
         ready = kwargs.get("context_parallel")
         forward.offer(ready)
@@ -836,7 +836,7 @@ class HeadHook:
         forward.end(model)
         mesh, cache = self.decoder.binding.active, cache_in(kwargs)
         if isinstance(cache, SplitModelCache):
-            prompt, cache.prompt, cache.new_mask = cache.prompt, None, None
+            prompt, cache.turn.prompt, cache.turn.new_mask = cache.turn.prompt, None, None
             if output is not None:
                 cache.running = False
                 if prompt is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,14 @@ from .checks import (
     check_local,
 )
 from .differentiable import refuse_forward_mode
+
+
+@contextmanager
+def _normal_tensors() -> Iterator[None]:
+    """A context in which memory is made that may be written later, also outside of ``inference_mode``."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
 
 SPARE = 128
 """Rows by which the memory of a cache exceeds what it holds when it grows."""
@@ -166,16 +175,18 @@ class SplitCache:
 
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order (beam search). ``index`` is the same on every rank."""
-        self._kv = [x.index_select(0, index) for x in self._kv]
-        self._shown = None if self._shown is None else self._shown.index_select(0, index)
+        with _normal_tensors():
+            self._kv = [x.index_select(0, index) for x in self._kv]
+            self._shown = None if self._shown is None else self._shown.index_select(0, index)
 
     def show(self, mask: Tensor) -> None:
         """Replace the padding mask of the cache by ``mask [B, length]``, the same on every rank: 1 on tokens, 0 on
         padding. Positions that become padding are hidden from all further queries."""
         starts, stops, _ = self.ranges().tolist()
         own = torch.cat([mask[:, :0], *(mask[:, a:b] for a, b in zip(starts, stops, strict=True))], 1)
-        self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
-        self._shown[:, 0, : self._rows, 0] = own
+        with _normal_tensors():
+            self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
+            self._shown[:, 0, : self._rows, 0] = own
 
     # ------------------------------------------------------------------ rows
 
@@ -215,6 +226,10 @@ class SplitCache:
 
     def _write(self, positions: Sequence[Range], kv: list[Tensor], shown: Tensor | None) -> None:
         """Write rows behind the others, and record their positions. (What kernels still read lies before them.)"""
+        with _normal_tensors():
+            self._write_rows(positions, kv, shown)
+
+    def _write_rows(self, positions: Sequence[Range], kv: list[Tensor], shown: Tensor | None) -> None:
         self.widths = kv[0].shape[3], kv[1].shape[3]
         kv = [torch.cat(kv, 3)] if self.latents else kv
         rows, count = self._rows, kv[0].shape[2]

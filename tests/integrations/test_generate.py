@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -168,6 +171,45 @@ def test_options_of_generate_and_further_turns(ranks: Any) -> None:
 
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
+
+
+@on_ranks
+def kept_caches() -> dict[str, Any]:
+    """True for the tokens of one device, after changes that transformers' own caches allow."""
+    ids, more, found = tokens(LENGTH), tokens(5), {}
+    named = {"return_dict_in_generate": True}
+    runs: tuple[tuple[Any, Any], ...] = ((model_of("llama"), None), prepared("llama"))
+
+    def turns(change: Callable[[Any], Any], rows: Tensor, first: Any = torch.no_grad) -> bool:
+        """The tokens of a second turn, once the cache of the first one has been changed."""
+        written = []
+        for model, handler in runs:
+            with first():
+                turn = generated(model, handler, ids, **named)
+            cache = turn.past_key_values
+            change(cache)
+            with torch.no_grad():
+                going_on = torch.cat([turn.sequences.clone()[rows], more[rows]], 1)
+                written.append(generated(model, handler, going_on, past_key_values=cache))
+        return torch.equal(*written)
+
+    both, last_first = torch.arange(2), torch.tensor([1, 0])
+    found["after inference_mode"] = turns(lambda cache: None, both, torch.inference_mode)
+    found["rows chosen"] = turns(lambda cache: cache.batch_select_indices(last_first), last_first)
+    found["rows repeated"] = turns(lambda cache: cache.batch_repeat_interleave(2), both.repeat_interleave(2))
+    gc.collect()
+    gc.disable()
+    try:
+        held = ref(generated(*runs[1], ids, **named).past_key_values._split[0].split)
+        found["it lives no longer than it is held"] = held() is None
+    finally:
+        gc.enable()
+    return found
+
+
+def test_caches_of_further_turns(ranks: Any) -> None:
+    for found in ranks(2, kept_caches):
+        assert all(found.values()), found
 
 
 @on_ranks

@@ -168,7 +168,7 @@ def attention_mask(
         request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
         request.bidirectional, request.pairs = True, pairs
         return request
-    cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.prompt is None
+    cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.turn.prompt is None
     if not cached and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
@@ -296,7 +296,7 @@ def attention_forward(
             "them differ (use_bidirectional_attention)"
         )
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
-    if layer is not None and state.cache.prompt is None:
+    if layer is not None and state.cache.turn.prompt is None:
         refuse_in_decoding(name, mask, request)
         size = _window(name, request, options.get("sliding_window"))
         return state.cache.attend(module, layer, query, key, size, options), None

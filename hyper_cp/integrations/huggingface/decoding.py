@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -47,18 +48,43 @@ REFUSED = {
 """Arguments of ``generate`` that are refused, and the reasons."""
 
 
+@dataclass
+class Turn:
+    """The forward that a cache is in, for its layers. (Layers that held the cache itself would keep all keys in memory
+    until Python looks for cycles.)"""
+
+    handler: ContextParallelHandler
+    latents: bool
+    prompt: dict[str, Any] | None = None
+    """In the forward of the prompt: the arguments of ``SplitCache.fill``."""
+    places: list[list[int]] = field(default_factory=list)
+    """The first row, start and stop of each range of the prompt on this rank."""
+    new_mask: Tensor | None = None
+    """The padding mask ``[B, new tokens]`` of other forwards."""
+
+    def last_rows(self, x: Tensor, width: int, length: int) -> Tensor:
+        """The last rows ``[B, C, width]`` of a prompt of this length, zero before its first token, on every rank, of a
+        tensor whose share ``[B, C, S/n]`` this rank has. One small gather;
+        each row comes from one rank, and others add zeros."""
+        first, rows = length - width, x.new_zeros(*x.shape[:2], width)
+        for row, start, stop in self.places:
+            if (begin := max(start, first)) < stop:
+                rows[..., begin - first : stop - first] = x[..., row + begin - start : row + stop - start]
+        return by_rank(self.handler.mesh, rows).sum(0)
+
+
 class SplitLayer(CacheLayerMixin):
     """One layer of the cache. Lengths that models read from it are global."""
 
-    def __init__(self, owner: SplitModelCache, window: int | None) -> None:
+    def __init__(self, turn: Turn, window: int | None) -> None:
         super().__init__()
-        self.owner, self.window, self.is_sliding = owner, window, window is not None
+        self.turn, self.window, self.is_sliding = turn, window, window is not None
         self.reset()
 
     def reset(self) -> None:
-        handler = self.owner.handler
+        handler = self.turn.handler
         bounds = None if self.window is None else (self.window - 1, 0)
-        self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds, latents=self.owner.latents)
+        self.split = SplitCache(handler.cp, layout=handler.layout, window=bounds, latents=self.turn.latents)
         self.index = SplitCache(handler.cp, layout=handler.layout, latents=True)
         """The keys of the layer's indexer, if it has one."""
         self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
@@ -69,20 +95,20 @@ class SplitLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep them, and return them: attention reads the cache itself."""
-        if self.owner.prompt is not None:
-            self.split.fill(key_states, value_states, **self.owner.prompt)
+        if self.turn.prompt is not None:
+            self.split.fill(key_states, value_states, **self.turn.prompt)
         else:
-            self.split.append(key_states, value_states, attention_mask=self.owner.new_mask)
+            self.split.append(key_states, value_states, attention_mask=self.turn.new_mask)
         self.given = ref(key_states), ref(value_states)
         return key_states, value_states
 
     def update_indexer(self, keys: Tensor) -> SplitCache:
         """Keep the keys ``[B, S, D]`` of an indexer, and return all that are kept."""
         parts = keys.unsqueeze(1).chunk(2, 3)
-        if self.owner.prompt is not None:
-            self.index.fill(*parts, **self.owner.prompt)
+        if self.turn.prompt is not None:
+            self.index.fill(*parts, **self.turn.prompt)
         else:
-            self.index.append(*parts, attention_mask=self.owner.new_mask)
+            self.index.append(*parts, attention_mask=self.turn.new_mask)
         return self.index
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -98,20 +124,23 @@ class SplitLayer(CacheLayerMixin):
         for cache in (self.split, self.index):
             cache.select_rows(beam_idx)
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
 
 class StateLayer(LinearAttentionLayer):
     """The states of one recurrent layer, which every rank has: only the prompt's are made by all ranks together."""
 
-    def __init__(self, owner: SplitModelCache, number_of_states: int) -> None:
+    def __init__(self, turn: Turn, number_of_states: int) -> None:
         super().__init__(number_of_states)
-        self.owner = owner
+        self.turn = turn
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
         """Keep the last rows ``[B, C, width]`` of the sequence, of which the prompt's share ``[B, C, S/n]`` may have
         some. (The recurrent state of a prompt is that of all ranks already.)"""
-        if self.owner.prompt is None:
+        if self.turn.prompt is None:
             found: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
             return found
         if conv_kernel_size is None:
@@ -119,7 +148,7 @@ class StateLayer(LinearAttentionLayer):
                 "a recurrent layer does not tell its cache the width of its convolution, so the rows to keep of a "
                 "prompt are unknown. Generate in context_parallel_mesh(model, a mesh of one rank)"
             )
-        last = self.owner.last_rows(conv_states, conv_kernel_size, self.owner.prompt["length"])
+        last = self.turn.last_rows(conv_states, conv_kernel_size, self.turn.prompt["length"])
         super().update_conv_state(last, state_idx, conv_kernel_size, **kwargs)
         return conv_states
 
@@ -134,24 +163,18 @@ class SplitModelCache(Cache):
 
     def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
         self.handler = handler
-        self.latents = any(hands_on_latents(x) for x in model.modules())
+        self.turn = Turn(handler, any(hands_on_latents(x) for x in model.modules()))
         layers: list[Any] = [
-            StateLayer(self, layer.number_of_states)
+            StateLayer(self.turn, layer.number_of_states)
             if isinstance(layer, LinearAttentionLayer)
-            else SplitLayer(self, getattr(layer, "sliding_window", None))
+            else SplitLayer(self.turn, getattr(layer, "sliding_window", None))
             for layer in _layers(model)
         ]
         self._split = [x for x in layers if isinstance(x, SplitLayer)]
         self._states = [x for x in layers if isinstance(x, StateLayer)]
         super().__init__(layers=layers)
-        self.prompt: dict[str, Any] | None = None
-        """In the forward of the prompt: the arguments of ``SplitCache.fill``."""
         self.last: tuple[int, int] = 0, 0
         """The rank that holds the last token of the prompt, and its row there."""
-        self.places: list[list[int]] = []
-        """The first row, start and stop of each range of the prompt on this rank."""
-        self.new_mask: Tensor | None = None
-        """The padding mask ``[B, new tokens]`` of the others."""
         self.begins, self.mask = True, torch.ones(1, 0, dtype=torch.bool, device="cpu")
         """True up to the first forward of a call of ``generate``; the mask of all tokens in the last forward."""
         self.running = False
@@ -162,6 +185,24 @@ class SplitModelCache(Cache):
         """Bytes of memory on this rank."""
         split = sum(layer.split.nbytes + layer.index.nbytes for layer in self._split)
         return split + sum(layer.nbytes for layer in self._states)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch, as of transformers' own caches."""
+        super().batch_select_indices(indices)
+        self.mask = self.mask if len(self.mask) == 1 else self.mask[indices.to(self.mask.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        rows = next((x for layer in self._split for x in layer.split.held()[0]), self.mask)
+        self.batch_select_indices(torch.arange(len(rows), device=rows.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise unless nothing is to be removed."""
+        if tokens_to_remove:
+            raise NotImplementedError(
+                f"crop({tokens_to_remove}) of a cache that is split over ranks is not supported. Each rank would have "
+                "to drop other rows. Copy the cache (copy.deepcopy) before the tokens that are to go"
+            )
 
     def check(self, model: nn.Module, mesh: Any) -> None:
         """Raise unless a forward of the model on this mesh may use the cache."""
@@ -221,16 +262,6 @@ class SplitModelCache(Cache):
             )
         return length - length % multiple if self._states else length
 
-    def last_rows(self, x: Tensor, width: int, length: int) -> Tensor:
-        """The last rows ``[B, C, width]`` of a prompt of this length, zero before its first token, on every rank, of a
-        tensor whose share ``[B, C, S/n]`` this rank has. One small gather;
-        each row comes from one rank, and others add zeros."""
-        first, rows = length - width, x.new_zeros(*x.shape[:2], width)
-        for row, start, stop in self.places:
-            if (begin := max(start, first)) < stop:
-                rows[..., begin - first : stop - first] = x[..., row + begin - start : row + stop - start]
-        return by_rank(self.handler.mesh, rows).sum(0)
-
     def begin_prompt(self, state: PreparedBatch, length: int, padded: bool) -> None:
         """Begin the forward of a prompt of ``length`` tokens, which the ranks share."""
         if self.handler.cp.batch.documents is not None:
@@ -240,9 +271,9 @@ class SplitModelCache(Cache):
             )
         ranks, share = self.handler.cp.size, state.length or 0
         counted = None if state.counted is None or not padded else state.counted
-        self.prompt = {"length": length, "documents": state.documents, "attention_mask": counted}
+        self.turn.prompt = {"length": length, "documents": state.documents, "attention_mask": counted}
         resolved = resolve(self.handler.layout, ranks, share * ranks, read(state.documents))
-        self.last, self.places = (
+        self.last, self.turn.places = (
             rank_and_row(resolved, length - 1),
             placed(resolved.ranges(self.handler.cp.rank)).tolist(),
         )

@@ -124,7 +124,7 @@ def mixer_state(module: nn.Module) -> Where | None:
     """The mesh, layout and documents for a mixer of a prepared model. States pass between all ranks of the mesh,
     whatever the Ulysses degree of attention, so that any number of heads will do."""
     state = state_for(module)
-    if not isinstance(state, ForwardState) or (state.cache is not None and state.cache.prompt is None):
+    if not isinstance(state, ForwardState) or (state.cache is not None and state.cache.turn.prompt is None):
         return None  # all ranks have the same new tokens, and the state before them
     batch, layout = state.batch, state.style.mode.layout
     # Padding is a document for attention; mixers set it to zero themselves, and go on after it.

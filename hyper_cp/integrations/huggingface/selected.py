@@ -125,7 +125,7 @@ class _Scores:
     def _decodes(self) -> bool:
         """True for the scores of new tokens, which all ranks have."""
         cache = self.state.cache
-        return cache is not None and cache.prompt is None
+        return cache is not None and cache.turn.prompt is None
 
     def topk(self, topk: int, dim: int) -> _Scores:
         """Select, as ``torch.topk`` does."""
