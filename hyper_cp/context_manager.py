@@ -359,6 +359,8 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- routing
 
 
+_PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum}
+"""Functions of which a recurrence calls one at least, to project its inputs."""
 _REQUIRE = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 
@@ -391,7 +393,7 @@ class _Routing(DispatchMode):
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in BACKWARD and not torch.compiler.is_compiling():
             return differentiate(self, func, args, kwargs)
-        if func is F.linear and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
+        if func in _PRODUCTS and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
             refuse_running_mixer(self.call.binding.style.allow, self in _blocks.entries)
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None

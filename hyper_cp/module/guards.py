@@ -141,7 +141,8 @@ def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) ->
     ``in_this_thread``: the block was entered in the thread that runs. (Backward on an accelerator has threads of its
     own, in which recurrences are not routed.)
     """
-    for module in islice(running_modules(), 2):  # the module that calls a projection, and the projection
+    outer = (module for module in running_modules() if type(module) is not nn.Sequential)
+    for module in islice(outer, 2):  # the module that calls a projection, and the projection
         routed = in_this_thread and not captures_function(module)
         if not mixes_by_name(module) or (routed and any(is_mixer(type(inner)) for inner in module.modules())):
             continue
