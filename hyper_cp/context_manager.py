@@ -379,7 +379,7 @@ class _Routing(DispatchMode):
         self.call.shares = [(s.share.shape[0] if s.dim else 1, s.share.shape[s.dim]) for s in sharded]
         self.mixer = _BlockMixer(self)
         self.layouts: list[str] = []
-        """Where the batch state keeps the layout of the block, if it has split buffers."""
+        """The list of the batch state that has the layout of the block, if it has split buffers."""
         self.packed = False
         """True if a buffer has positions of packed documents, and no attention call has been warned of them."""
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}

@@ -81,7 +81,7 @@ def computed(call: Callable[[], Any], q: Tensor) -> Any:
 
 @on_ranks
 def other_on(device: str, what: str) -> list[str]:
-    """What is another result, or an error, while ``device`` is the default."""
+    """Names of results that are others, or errors, while ``device`` is the default."""
     torch.manual_seed(0)
     q, wrong = torch.randn(1, 4, 8, 8).double().requires_grad_(), []
     for name, call in (calls(q) if what == "calls" else batches(what, q)).items():

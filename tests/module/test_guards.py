@@ -473,7 +473,7 @@ def test_functions_along_the_share_are_warned_of(ranks: Any, block: bool) -> Non
 
 @on_ranks
 def statistics() -> list[str]:
-    """What forwards of a model say, whose statistics were off when its plan was applied: off, on, and on again without
+    """Errors of forwards of a model whose statistics were off when its plan was applied: off, on, and on again without
     a share."""
     model = nn.ModuleDict({"norm": nn.BatchNorm1d(4), "attention": modules.BNSD(True)}).eval()
     model = parallelize_module(model, cp_mesh(), {"attention": ContextParallel(2, 1, 1)})

@@ -277,7 +277,7 @@ class Watch(Protocol):
 
 
 watching: ThreadStack[Watch] = ThreadStack()
-"""What is told of calls that no mixer routes, while the first forward of a model is watched."""
+"""The watches that receive calls which no mixer routes."""
 
 
 def running_mixer() -> RunningMixer | None:
@@ -425,7 +425,7 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 watch.inspect_recurrence(name, (*args, *kwargs.values()))
             return original(*args, **kwargs)
         mixer.routed += 1
-        if mixer.module is not None:  # blocks look at checkpoints themselves
+        if mixer.module is not None:  # blocks examine checkpoints themselves
             checkpoint.refuse_without_gradients(mixer.name, name, mixer.grad_enabled)
         if not known and not torch.compiler.is_compiling():
             given = [(key, x if isinstance(x, (bool, str)) else None) for key, x in (*enumerate(args), *kwargs.items())]
