@@ -135,13 +135,13 @@ TABLE = (
     Mixing(
         "pools positions",
         (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d),
-        tuple(f"{kind}_pool{n}d" for kind in ("max", "avg", "lp") for n in (1, 2, 3)),
+        tuple(f"{kind}{n}d" for kind in ("max_pool", "avg_pool", "lp_pool") for n in (1, 2, 3)),
         along=_pooled,
     ),
     Mixing(
         "pools positions",
         (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-        tuple(f"adaptive_{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3)),
+        tuple(f"adaptive_{kind}{n}d" for kind in ("max_pool", "avg_pool") for n in (1, 2, 3)),
         along=_pooled_to,
     ),
     Mixing(
