@@ -119,6 +119,17 @@ _packed: set[str] = set()
 """Names of modules that were compiled with packed documents."""
 
 
+def refuse_without_gradients(name: str, what: str, outside: bool) -> None:
+    """Raise ``RuntimeError`` if gradients are switched off where a module computes something over the sequence, and not
+    ``outside`` of it."""
+    if outside and not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} calls {what} with gradients switched off inside the module. A reentrant "
+            f"activation checkpoint there would recompute it over this rank's share. Checkpoint the whole module "
+            "(use_reentrant=False); for inference put torch.no_grad() around the module"
+        )
+
+
 @torch.compiler.assume_constant_result  # runs while a graph is made
 def refuse_recompiled(name: str, packed: bool) -> None:
     """Raise ``RuntimeError`` if a compiled module that had documents is compiled again, without any, for a recompute
@@ -136,17 +147,6 @@ def refuse_recompiled(name: str, packed: bool) -> None:
 
 
 @torch.compiler.assume_constant_result
-def refuse_without_gradients(name: str, what: str, outside: bool) -> None:
-    """Raise ``RuntimeError`` if gradients are switched off where a module computes something over the sequence, and not
-    ``outside`` of it."""
-    if outside and not torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} calls {what} with gradients switched off inside the module. A reentrant "
-            f"activation checkpoint there would recompute it over this rank's share. Checkpoint the whole module "
-            "(use_reentrant=False); for inference put torch.no_grad() around the module"
-        )
-
-
 def refuse_unknown_batch(name: str) -> None:
     """Raise ``RuntimeError`` if a compiled module is compiled again for a recompute by a checkpoint around it, where no
     forward runs that could say which batch it is."""

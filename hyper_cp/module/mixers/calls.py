@@ -344,9 +344,10 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _plain(method: Any) -> FunctionType | None:
-    """The function of a method, of a property, or of a global; None for anything else."""
-    method = method.fget if type(method) is property else getattr(method, "__func__", method)
-    return inspect.unwrap(method) if inspect.isfunction(method) else None
+    """The function of a method, of a property, or of a global; None for anything else, which is not asked."""
+    if type(method) in (staticmethod, classmethod, property):
+        method = method.fget if type(method) is property else method.__func__
+    return inspect.unwrap(method) if type(method) is FunctionType else None
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -398,7 +399,7 @@ def _put_in_front_of_kept(names: dict[str, Any], name: str, value: Any, file: st
                 value[key] = _in_front(known, kept)
     elif type(value) is functools.partial and (known := _unrouted("", value.func)):
         names[name] = functools.partial(_in_front(known, value.func), *value.args, **value.keywords)
-    elif isinstance(value, type) and value.__module__ == file and issubclass(value, nn.Module):
+    elif issubclass(type(value), type) and issubclass(value, nn.Module) and value.__module__ == file:
         for key, kept in list(vars(value).items()):
             if type(kept) is staticmethod and (known := _unrouted(key, kept.__func__)):
                 setattr(value, key, staticmethod(_in_front(known, kept.__func__)))
