@@ -172,8 +172,8 @@ class ContextParallelTrainer:
         warnings.warn(
             f"{method.__qualname__} computes a loss by itself. It gets this rank's share of a batch: labels[:, 1:] "
             "lacks the label of its last token, and a mean is that of this rank's tokens. Return self.handler."
-            "mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: shift_labels are "
-            "shifted over the whole sequence",
+            "mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: the shift_labels of a "
+            "causal model are shifted over the whole sequence (of a masked or token-classifying one, take the labels)",
             stacklevel=2,
         )
 
