@@ -41,10 +41,17 @@ def first_tokens(x: Any, dim: int) -> Any:
     return (x.narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if along(x) else x).detach()
 
 
+def _form(x: Any) -> str:
+    if isinstance(x, tuple):
+        return f"a tuple of {len(x)}"
+    return "one tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
 def difference(
-    own: Callable[[], Any], ours: Tensor, arguments: Iterable[Any], module: nn.Module | None, grad: bool
+    own: Callable[[], Any], ours: Any, arguments: Iterable[Any], module: nn.Module | None, grad: bool
 ) -> str:
-    """The difference between the result that is replaced and ours, for few tokens; "" if there is none.
+    """The difference between the result that is replaced and ours, a tensor or a tuple that begins with it, for few
+    tokens; "" if there is none.
 
     Args:
         own: computes what is replaced; with ``grad`` in a graph of autograd.
@@ -55,8 +62,9 @@ def difference(
             found = own()
     except Exception:
         return ""  # it takes no such length, so there is nothing to compare with
-    if not isinstance(found, Tensor):
-        return f"it returns a {type(found).__name__}, and the function one tensor"
+    if _form(found) != _form(ours):
+        return f"it returns {_form(found)}, and the function {_form(ours)}"
+    found, ours = (x[0] if isinstance(x, tuple) else x for x in (found, ours))
     if found.shape != ours.shape:
         return f"it returns {tuple(found.shape)}, and the function {tuple(ours.shape)}"
     bar = 0.1 if torch.finfo(found.dtype).bits == 16 or torch.is_autocast_enabled(found.device.type) else 1e-3

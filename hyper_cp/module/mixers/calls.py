@@ -453,10 +453,10 @@ def _compare(
     def found() -> str:
         few, named = [first_tokens(x, dim) for x in args], {key: first_tokens(x, dim) for key, x in kwargs.items()}
         try:
-            ours = _output(ROUTED[name](alone(mixer.name), *few, **named))
+            ours = ROUTED[name](alone(mixer.name), *few, **named)
         except Exception:  # the call itself will say so
             return ""
-        return difference(lambda: _output(original(*few, **named)), ours, tensors, mixer.module, grad)
+        return difference(lambda: original(*few, **named), ours, tensors, mixer.module, grad)
 
     real = all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors)  # fake tensors, say, have no values
     verdict = unseen(found, tensors[0].device) if real and tensors else ""
@@ -468,12 +468,9 @@ def _compare(
             f"its package computes: {verdict}. Under context "
             "parallelism the function of that name would replace it. Call hyper_cp.ops.linear_recurrence or "
             "hyper_cp.ops.causal_conv1d in its place, or use the conventions of that package (tensors [batch, "
-            "positions, heads, ...], queries scaled by dk ** -0.5, no softplus unless asked for)"
+            "positions, heads, ...], queries scaled by dk ** -0.5, no softplus unless asked for, (output, state) "
+            "returned by delta rules and gated linear attention)"
         )
-
-
-def _output(found: Any) -> Any:
-    return found[0] if isinstance(found, tuple) else found
 
 
 def alone(name: str) -> RunningMixer:
