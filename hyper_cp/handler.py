@@ -602,9 +602,9 @@ class ContextParallelHandler(Shares):
             reduce: ``"sum"``, ``"mean"``, or ``"last"``: the token with the highest position.
             mask: ``[B, S/n]``, this rank's share of a mask of 0 and 1: only tokens with 1 count (labels that are not
                 ignored, say). A document without any has the value 0.
-            documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``
-                and ``"auto"`` they must be those by which the tokens were placed. Documents without positions are left
-                out, and so is padding at the end.
+            documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``,
+                ``"balanced"`` and ``"auto"`` they must be those by which the tokens were placed, as for
+                :meth:`combine`. Documents without positions are left out, and so is padding.
             length: S before padding. Default: the length of the documents, or of the batch in whose block this is
                 called.
             gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the
