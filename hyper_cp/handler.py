@@ -357,7 +357,7 @@ class ContextParallelHandler(Shares):
                 filled = max(table[:, -1].tolist()) if ends else None
         state, batch = self.cp.batch, cu_seqlens if isinstance(cu_seqlens, LocalBatch) else LocalBatch()
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
-        of_batch = filled, batch.rows, batch.rows_first, batch.counted
+        of_batch = filled, batch.rows, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
         block = state.enter(table, split)
         try:
@@ -459,7 +459,7 @@ class ContextParallelHandler(Shares):
             2.0
         """
         whole, counted = loss.reduced_mesh(mesh, self.mesh), None
-        loss.check_tokens(self.cp, losses, labels, mask)
+        check_ranks = loss.check_tokens(self.cp, losses, labels, mask, self.mesh, whole)
         if getattr(losses, "requires_grad", False) and not torch.compiler.is_compiling():
             counted = self.cp.batch.weighed
             loss.refuse_other_ranks(counted, whole)
@@ -474,7 +474,7 @@ class ContextParallelHandler(Shares):
 
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
-        return loss.mean_loss(losses, per_token, labels, whole, check=check, **options)
+        return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)
 
     def _without_padding(self, x: Any, value: Any) -> Any:
         """Labels, or a mask, of this rank's tokens with a value at positions with which the split of their batch has
@@ -482,12 +482,14 @@ class ContextParallelHandler(Shares):
         may be a class. The batch is the one that they are an entry of, or else that of the block."""
         if not isinstance(x, Tensor) or torch.compiler.is_compiling() or not is_int(value):
             return x
-        padding, past = self.cp.batch.entry(x) or (self.cp.batch.padding_in_block, None)
-        if padding is None or (past is None and by_documents(self.layout) and self.cp.batch.documents is None):
+        padding, known = self.cp.batch.padding_in_block, self.cp.batch.past_of(x)
+        if known is not None:
+            where = known[0]
+        elif padding is None or (by_documents(self.layout) and self.cp.batch.documents is None):
             return x
-        if past is None:
+        else:
             past = self.position_ids(padding.padded) >= torch.tensor(padding.ends, device="cpu")[:, None]
-        where = padding.spread(past, tuple(x.shape))
+            where = padding.spread(past, tuple(x.shape))
         return x if where is None else x.masked_fill(where.to(x.device), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:

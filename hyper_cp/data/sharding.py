@@ -324,6 +324,12 @@ def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: s
             f"{argument}={seq_dim!r} is not a dimension of {name}. Its shape is {tuple(tensor.shape)}. "
             + (f"Use {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "A sequence needs a dimension")
         )
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(
+            f"{name} has layout {tensor.layout}. Positions of a sparse or nested tensor cannot be split and gathered. "
+            "Pass x.to_dense() (or to_padded_tensor), or leave it out; in a batch seq_dims={...: None} passes an entry "
+            "through whole"
+        )
     return seq_dim % tensor.ndim
 
 

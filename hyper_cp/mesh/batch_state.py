@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import weakref
@@ -33,6 +34,16 @@ class Counted:
 
 
 @dataclass(frozen=True)
+class Form:
+    """The form that values of a batch's tokens may have."""
+
+    rows: tuple[int, ...] = ()
+    """Rows of the batch; C and 1 if ``[S, C]`` may be C rows, or one row with C numbers for each token; (): unknown."""
+    dims: tuple[int, ...] = (1,)
+    """The dimensions that are the sequence in entries of the batch."""
+
+
+@dataclass(frozen=True)
 class Split:
     """The layout and the sizes in which a handler has split the batch of a block."""
 
@@ -47,8 +58,7 @@ class Split:
     """Their positions with padding."""
     rows: int | None = None
     """Rows of the batch, if they are known."""
-    rows_first: bool = True
-    """False: tokens lie as [S, B]."""
+    form: Form = Form()
     counted: Counted = Counted()
 
     @property
@@ -67,7 +77,7 @@ class Split:
         ends, padded = self.row_ends, self.padded or self.filled
         if not ends or not padded or min(ends) == padded or padded == self.ranks:
             return None
-        return Padding(ends, padded, padded // self.ranks, self.rows, self.rows_first)
+        return Padding(ends, padded, padded // self.ranks, self.form)
 
 
 @dataclass(frozen=True)
@@ -79,25 +89,80 @@ class Padding:
     padded: int
     share: int
     """Positions of each rank."""
-    rows: int | None = None
-    rows_first: bool = True
+    form: Form = Form()
 
     def spread(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """Numbers of a share's tokens ``[1 or B, share]``, in a form that broadcasts to values of this shape: a value,
-        or several, for each token, flattened or not. None: these are no values of all tokens of the share."""
-        rows, ones = self.rows, [1] * (len(shape) - 2)
-        if self.rows_first and len(shape) > 1 and shape[1] == self.share and rows in (None, shape[0]):
-            return tokens.view(-1, self.share, *ones)
-        if rows is None or not shape or len(tokens) not in (1, rows):
-            return None
-        if not self.rows_first and shape[:2] == (self.share, rows):
-            return tokens.mT.reshape(self.share, -1, *ones)
-        whole = tokens.expand(rows, -1)
-        if shape[0] == rows * self.share:
-            return (whole if self.rows_first else whole.mT).reshape(-1, *[1] * (len(shape) - 1))
-        if self.rows_first and len(shape) == 2 and shape[0] == rows and shape[1] and shape[1] % self.share == 0:
-            return whole.repeat_interleave(shape[1] // self.share, 1)
+        or several, for each token, flattened or not. None: these are no values of all tokens of the share.
+
+        Raises:
+            ValueError: if the values may be those of tokens in two orders.
+        """
+        places = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)
+        for form in (self._beside_rows, self._flat, self._beside_others):
+            first, *others = [x.expand(shape) for x in form(places, shape)] or [places]
+            if any(not torch.equal(x, first) for x in others):
+                raise ValueError(
+                    f"labels or mask of shape {shape} may belong to the tokens of this batch in two orders: entries "
+                    f"have their sequence in dimensions {list(self.form.dims)}. The padding of the split must not "
+                    "count, and has another place in each. Pass labels as they are in the batch, a mask that is not "
+                    "flattened, or entries that all have the sequence in one dimension"
+                )
+            if found := form(tokens, shape):
+                return found[0]
         return None
+
+    def _beside_rows(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """The tokens along each dimension that may be the sequence, beside one of all rows."""
+        found = self._shares(shape) if len(shape) > 1 else []
+        return self._along([i for i in found if shape[0 if i else 1] in self.form.rows], tokens, shape)
+
+    def _beside_others(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """The same beside some rows, or none."""
+        rows_first = 0 not in self.form.dims
+        found = [i for i in self._shares(shape) if i or not (rows_first and shape[0] in self.form.rows)]
+        return self._along(found, tokens, shape)
+
+    def _shares(self, shape: tuple[int, ...]) -> list[int]:
+        return [i for i, n in enumerate(shape) if n == self.share]
+
+    def _along(self, dims: list[int], tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        found = []
+        for dim in [i for i in dims if i in self.form.dims] or dims:
+            rows, size = 0 if dim else 1, [1] * len(shape)
+            size[dim] = self.share
+            if len(tokens) > 1:
+                if shape[rows : rows + 1] != (len(tokens),):
+                    continue
+                size[rows] = len(tokens)
+            found.append((tokens if dim else tokens.mT).reshape(size))
+        return found
+
+    def _flat(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """The tokens in each order that ``[B * S/n, ...]``, ``[B * S/n * C]`` or ``[B, S/n * C]`` may have."""
+        found, first = [], shape[0] if shape else 0
+        for rows in self.form.rows if len(tokens) == 1 else {*self.form.rows} & {len(tokens)}:
+            whole, wide = tokens.expand(rows, -1), len(shape) == 2 and first == rows
+            several, rest = divmod(shape[1] if wide else first, self.share if wide else rows * self.share)
+            if rest or not several or (several > 1 and len(shape) > 1 and not wide):
+                continue
+            orders = {min(dim, 2) for dim in self.form.dims} | ({1} if wide or max(self.form.dims) > 1 else set())
+            each = [
+                whole.mT[..., None].expand(-1, -1, several),
+                whole[..., None].expand(-1, -1, several),
+                whole[:, None].expand(-1, several, -1),
+            ]
+            size = [rows, -1] if wide else [-1] + [1] * (len(shape) - 1)
+            found += [each[order].reshape(size) for order in sorted(orders - {0} if wide else orders)]
+        return found
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors are views of the same memory, with numbers of one dtype."""
+    if any(type(x) is not Tensor or x.layout != torch.strided for x in (a, b)) or a.dtype != b.dtype:
+        return False
+    one, other = a.untyped_storage(), b.untyped_storage()
+    return one.device == other.device and one.nbytes() > 0 and one.data_ptr() == other.data_ptr()
 
 
 class Block:
@@ -172,8 +237,9 @@ class BatchState:
         """True if an attention call had documents or an explicit mask, False if one had neither."""
         self.padded: Padding | None = None
         """That of the last batch."""
-        self._entries: list[tuple[weakref.ref[Tensor], Padding | None, Tensor | None]] = []
-        """Entries of the latest batches, the padding of each, and the positions of its share that are padding."""
+        self._entries: list[tuple[weakref.ref[Tensor], int, Tensor | None]] = []
+        """Entries of the latest batches, the dimension of the sequence of each, and the positions of the share that are
+        padding."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
@@ -267,19 +333,37 @@ class BatchState:
             found = self.padded
         if found is None or found.share == 1:
             return None
-        flat = found.rows is None and any(n and n % found.share == 0 for n in shape[:2])  # perhaps of all tokens
-        belongs = flat or found.spread(torch.zeros(1, found.share, device="cpu"), shape) is not None
+        rows, numbers = found.form.rows, math.prod(shape)
+        if not rows:
+            belongs = any(n and n % found.share == 0 for n in shape[:2])
+        else:
+            of_rows = rows == shape[:1] and math.prod(shape[1:]) % found.share != 0
+            belongs = numbers > 0 and numbers % found.share == 0 and not of_rows
         return (max(found.ends), found.padded) if belongs else None
 
-    def record_entries(self, entries: Iterable[Any], padding: Padding | None, past: Tensor | None) -> None:
-        """Record the entries of a batch, which labels may be. ``past``: the positions ``[1, share]`` of padding."""
+    def record_entries(self, entries: Iterable[tuple[Any, int]], past: Tensor | None) -> None:
+        """Record the entries of a batch, which labels may be, each with the dimension of its sequence. ``past``: the
+        positions ``[share]`` of padding, if there is any."""
         if not torch.compiler.is_compiling():
             known = [entry for entry in self._entries if entry[0]() is not None]
-            self._entries = [*known[-ENTRIES:], *((weakref.ref(x), padding, past) for x in entries)]
+            self._entries = [*known[-ENTRIES:], *((weakref.ref(x), dim, past) for x, dim in entries)]
 
-    def entry(self, x: Tensor) -> tuple[Padding | None, Tensor | None] | None:
-        """The padding of a tensor that is an entry of one of the latest batches; None if it is none."""
-        return next(((padding, past) for known, padding, past in self._entries if known() is x), None)
+    def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
+        """True where a tensor, which is an entry of one of the latest batches or a view of one, holds padding (None:
+        nowhere), broadcast over it, in a tuple; None if it is no entry."""
+        for known, dim, past in self._entries:
+            entry = known()
+            if entry is None or (entry is not x and not _same_memory(entry, x)):
+                continue
+            if past is None:
+                return (None,)
+            where = past.view([-1 if i == dim else 1 for i in range(entry.ndim)])
+            if entry is not x:
+                cells = torch.zeros(entry.untyped_storage().nbytes() // entry.itemsize, dtype=torch.bool, device="cpu")
+                cells.as_strided(entry.shape, entry.stride(), entry.storage_offset()).copy_(where)
+                where = cells.as_strided(x.shape, x.stride(), x.storage_offset())
+            return (where,)
+        return None
 
     @property
     def padding_in_block(self) -> Padding | None:
