@@ -175,9 +175,7 @@ def kinds_of_batches() -> dict[str, str]:
             "NotImplementedError: batch entry 'adjacency' has layout torch.sparse_coo.*seq_dims={...: None}": (
                 lambda: handler.get_batch_on_this_cp_rank(sparse)
             ),
-            "NotImplementedError: tensor has layout torch.sparse_csr": lambda: handler.dispatch(
-                torch.eye(16).to_sparse_csr(), 0
-            ),
+            "NotImplementedError: tensor has layout torch.sparse_csr": lambda: handler.dispatch(rows, 0),
         }
     )
 
