@@ -360,10 +360,12 @@ class ContextParallelHandler(Shares):
         of_batch = filled, batch.rows, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
         block = state.enter(table, split)
+        block.ran = batch.ran
         try:
             yield table
         finally:
             state.leave(block)
+            batch.ran = block.ran
         if not (block.used or torch.compiler.is_compiling()):
             warnings.warn(
                 "a handler.documents block has ended, and nothing in it has read its documents. Attention that ran "
@@ -428,7 +430,8 @@ class ContextParallelHandler(Shares):
             losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
                 ``labels``, or with ``head`` hidden states ``[B, S/n, width]``. Half precision is added up in fp32.
             labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count (without labels all do).
-            mask: ``[B, S/n]``, bool or weights: a weighted mean.
+            mask: ``[B, S/n]``, bool or weights: a weighted mean. The entry ``attention_mask`` of a batch stands for the
+                mask that the whole batch had (its copies do not, since they hold ones; ``dispatch`` the mask then).
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
                 cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
                 over its ranks. The cp ranks must be in it.

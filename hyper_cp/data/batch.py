@@ -49,6 +49,8 @@ class LocalBatch:
     """In ``handler.loader(..., accumulate=)`` the share of its labels in those of all micro-batches."""
     weights: Sequence[Any] = (1.0,)
     """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
+    ran: bool = False
+    """True if something has run over the whole sequence in a block of this batch that has ended."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
     counted: Counted = Counted()
@@ -194,6 +196,8 @@ class WholeBatch:
         """Packed documents, in which positions restart; and False where there is padding ``[1 or B, S]``, if any."""
         if self.documents is not None:
             self.documents.check(self.rows, self.length)
+        self.shown = torch.empty(0, device="cpu")
+        """The padding mask ``[B, S]``, if there is padding."""
         self.padding: Sequence[Sequence[int]] = ()
         """Boundaries of tokens and padding in each row of the batch, if there is padding."""
 
@@ -235,6 +239,7 @@ class WholeBatch:
                 )
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
+            self.shown = host
             self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
 
     def refuse_restarts(self) -> None:
@@ -336,16 +341,25 @@ class WholeBatch:
         shares, at, past = dict(self.entries), None, None
         for name, dim in self.dims.items():
             shares[name] = local_share(handler, shares[name], dim, self.table, fill.get(name, 0))
-        state.padded, counts = None, positions and shares.get("position_ids") is None
+        counts = positions and shares.get("position_ids") is None
         if counts or self.padded > self.length:
             at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
         if at is not None and self.padded > self.length:
-            state.padded = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
             past = at >= self.length
-        state.record_entries([(shares[name], dim % shares[name].ndim) for name, dim in self.dims.items()], past)
+        padding = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
+        state.record_batch([(shares[name], self._past(name, past)) for name in self.dims], padding)
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares
+
+    def _past(self, name: Any, past: Tensor | None) -> Tensor | None:
+        """True where an entry holds padding of the split, given the positions ``[share]`` that do. In the padding mask,
+        of which ones are left, it is True on padding of the batch too, so that a mean with this mask leaves it out."""
+        x, dim = self.entries[name], self.dims[name]
+        if name == "attention_mask" and self.padding:
+            shown = local_share(self.handler, self.shown, 1, self.table, 0)
+            return ~shown if dim % x.ndim else ~shown.mT
+        return None if past is None else past.view([-1 if i == dim % x.ndim else 1 for i in range(x.ndim)])
 
     def positions(self, at: Tensor) -> Tensor:
         """Position ids of tokens at ``[S/n]``, in the form of the tokens, ``[B, S/n]`` or ``[S/n]``. They restart in

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from .._torch import checkpoint
 
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
-ENTRIES = 64
-"""Entries of batches that are recorded, beside those of the last one."""
+BATCHES = 64
+"""Batches that are alive and recorded, beside the last one."""
 FEW = 64
 """The most tokens that a model is expected to add to its sequence, such as registers."""
 
@@ -112,6 +113,23 @@ class Padding:
                 return found[0]
         return None
 
+    @property
+    def known(self) -> tuple[int, int] | None:
+        """The lengths before and after padding; None: there is none."""
+        return None if min(self.ends) == self.padded else (max(self.ends), self.padded)
+
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        """True if values of this shape may be those of all tokens of a share."""
+        places = torch.zeros(1, self.share, device="cpu")
+        return any(form(places, shape) for form in (self._beside_rows, self._flat, self._beside_others))
+
+    def may_hold(self, shape: tuple[int, ...]) -> bool:
+        """True also if their number only is that of several for each token. Values of rows are none of tokens."""
+        if not self.form.rows:
+            return any(n and n % self.share == 0 for n in shape[:2])
+        of_rows = self.form.rows == shape[:1] and math.prod(shape[1:]) % self.share != 0
+        return math.prod(shape) > 0 and math.prod(shape) % self.share == 0 and not of_rows
+
     def _beside_rows(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
         """The tokens along each dimension that may be the sequence, beside one of all rows."""
         found = self._shares(shape) if len(shape) > 1 else []
@@ -157,12 +175,16 @@ class Padding:
         return found
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors are views of the same memory, with numbers of one dtype."""
-    if any(type(x) is not Tensor or x.layout != torch.strided for x in (a, b)) or a.dtype != b.dtype:
-        return False
-    one, other = a.untyped_storage(), b.untyped_storage()
-    return one.device == other.device and one.nbytes() > 0 and one.data_ptr() == other.data_ptr()
+def _memory(x: Tensor) -> Any:
+    """Names the memory of a tensor, in which its views lie too."""
+    if type(x) is not Tensor or x.layout != torch.strided or not x.untyped_storage().nbytes():
+        return id(x)
+    return x.device, x.untyped_storage().data_ptr()
+
+
+def _forget(entries: dict[Any, Any], key: Any, entry: weakref.ref[Tensor]) -> None:
+    if key in entries and entries[key][0] is entry:  # else the memory has another entry by now
+        del entries[key]
 
 
 class Block:
@@ -235,11 +257,10 @@ class BatchState:
         """Labels of the latest batches with packed documents."""
         self._explicit: set[bool] = set()
         """True if an attention call had documents or an explicit mask, False if one had neither."""
-        self.padded: Padding | None = None
-        """That of the last batch."""
-        self._entries: list[tuple[weakref.ref[Tensor], int, Tensor | None]] = []
-        """Entries of the latest batches, the dimension of the sequence of each, and the positions of the share that are
-        padding."""
+        self._latest: list[tuple[weakref.ref[Tensor], Padding]] = []
+        """The first entries of batches that are alive, and of the last one, and their padding."""
+        self._entries: dict[Any, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        """Entries of batches that are alive, by their memory, and where they hold padding."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
@@ -308,7 +329,7 @@ class BatchState:
     def rows_and_share(self) -> tuple[int, int]:
         """Rows, and positions of each rank, of the batch of this thread's innermost block; 0 where it does not know
         them."""
-        split = self._split
+        split = self._split_now
         return (0, 0) if split is None else (split.rows or 0, split.share or 0)
 
     @property
@@ -319,7 +340,14 @@ class BatchState:
 
     @property
     def _split(self) -> Split | None:
-        """The split of the batch of this thread's innermost block; None: no block, or one that does not say."""
+        """The split of the batch of this thread's innermost block, in a recompute by activation checkpointing that of
+        its forward; None: no block, or one that does not say."""
+        found: Split | None
+        (found,) = checkpoint.batch_state(self._this_thread, lambda: (self._split_now,))
+        return found
+
+    @property
+    def _split_now(self) -> Split | None:
         entered = self._this_thread.blocks.entered
         return entered[-1].split if entered else None
 
@@ -327,43 +355,38 @@ class BatchState:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        split = self._split
-        found = self.padding_in_block
-        if found is None and (split is None or split.length is None or split.length != split.padded):
-            found = self.padded
-        if found is None or found.share == 1:
+        split, of_block = self._split, self.padding_in_block
+        even = split is not None and split.length and split.length == split.padded
+        if of_block is None and (even or not self._latest):
             return None
-        rows, numbers = found.form.rows, math.prod(shape)
-        if not rows:
-            belongs = any(n and n % found.share == 0 for n in shape[:2])
-        else:
-            of_rows = rows == shape[:1] and math.prod(shape[1:]) % found.share != 0
-            belongs = numbers > 0 and numbers % found.share == 0 and not of_rows
-        return (max(found.ends), found.padded) if belongs else None
+        last, *others = [of_block] if of_block else [x for _, x in reversed(self._latest)]
+        if (last.may_hold if last.known else last.holds)(shape):
+            return last.known if last.share > 1 else None
+        return next((x.known for x in others if x.share > 1 and x.holds(shape)), None)
 
-    def record_entries(self, entries: Iterable[tuple[Any, int]], past: Tensor | None) -> None:
-        """Record the entries of a batch, which labels may be, each with the dimension of its sequence. ``past``: the
-        positions ``[share]`` of padding, if there is any."""
-        if not torch.compiler.is_compiling():
-            known = [entry for entry in self._entries if entry[0]() is not None]
-            self._entries = [*known[-ENTRIES:], *((weakref.ref(x), dim, past) for x, dim in entries)]
+    def record_batch(self, entries: Iterable[tuple[Tensor, Tensor | None]], padding: Padding) -> None:
+        """Record a batch: its entries, which labels may be, each with True where it holds padding (None: nowhere)."""
+        if torch.compiler.is_compiling():
+            return
+        alive = [(entry, x) for entry, x in self._latest if entry() is not None]
+        for number, (x, past) in enumerate(entries):
+            entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
+            self._entries[_memory(x)] = entry, past
+            if not number:
+                self._latest = [*alive[-BATCHES:], (entry, padding)]
 
     def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
-        """True where a tensor, which is an entry of one of the latest batches or a view of one, holds padding (None:
-        nowhere), broadcast over it, in a tuple; None if it is no entry."""
-        for known, dim, past in self._entries:
-            entry = known()
-            if entry is None or (entry is not x and not _same_memory(entry, x)):
-                continue
-            if past is None:
-                return (None,)
-            where = past.view([-1 if i == dim else 1 for i in range(entry.ndim)])
-            if entry is not x:
-                cells = torch.zeros(entry.untyped_storage().nbytes() // entry.itemsize, dtype=torch.bool, device="cpu")
-                cells.as_strided(entry.shape, entry.stride(), entry.storage_offset()).copy_(where)
-                where = cells.as_strided(x.shape, x.stride(), x.storage_offset())
-            return (where,)
-        return None
+        """True where a tensor, which is an entry of a batch or a view of one, holds padding (None: nowhere), broadcast
+        over it, in a tuple; None if it is no entry."""
+        found, past = self._entries.get(_memory(x), (None, None))
+        entry = None if found is None else found()
+        if entry is None or entry.dtype != x.dtype:
+            return None
+        if past is None or entry is x:
+            return (past,)
+        cells = torch.zeros(entry.untyped_storage().nbytes() // entry.itemsize, dtype=torch.bool, device="cpu")
+        cells.as_strided(entry.shape, entry.stride(), entry.storage_offset()).copy_(past)
+        return (cells.as_strided(x.shape, x.stride(), x.storage_offset()),)
 
     @property
     def padding_in_block(self) -> Padding | None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.mesh import comm
@@ -439,6 +440,73 @@ def selected_losses() -> float:
 def test_losses_that_a_mask_selects_are_no_padding(ranks: Any) -> None:
     """They were refused on the ranks whose tokens are all selected, and the others waited."""
     assert max(ranks(4, selected_losses, timeout=60)) <= 1e-12
+
+
+@on_ranks
+def remembered_batches() -> dict[str, float]:
+    """Errors of means that depend on what is known of a batch of 7 positions, which is padded to 8, after its block."""
+    handler, g = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous"), torch.Generator().manual_seed(0)
+    x, codes = torch.randn(2, 7, generator=g, dtype=torch.float64), torch.ones(2, 7, dtype=torch.int64)
+    found: dict[str, Any] = {}
+
+    def split(**more: Tensor) -> Any:
+        return handler.get_batch_on_this_cp_rank({"x": x, "codes": codes, **more})
+
+    many = [split(**{str(i): codes for i in range(5)}) for _ in range(20)]
+    for number, batch in enumerate(many):
+        found[f"batch {number}"] = handler.mean_loss(batch["x"], batch["codes"], elsewhere=True) - x.mean()
+    batch = split()
+    with handler.documents(batch):
+        handler.cp.batch.mark_ran()
+    with handler.documents(batch):  # a block of its own for the loss
+        found["second block"] = handler.mean_loss(batch["x"], mask=torch.ones_like(batch["x"])) - x.mean()
+    head = torch.nn.Linear(3, 4, dtype=torch.float64)
+    for reentrant in (True, False):
+
+        def mean(weight: Tensor) -> Tensor:
+            losses = batch["x"] * weight
+            return handler.mean_loss(losses, mask=torch.ones_like(losses), gradients="sum", elsewhere=True)
+
+        def logs(hidden: Tensor) -> Tensor:
+            return handler.log_probs(hidden, batch["codes"], head=head, gather=True, gradients="sum")
+
+        for name, function, leaf in (
+            ("mean", mean, torch.ones(1, dtype=torch.float64)),
+            ("log-probabilities", logs, batch["x"][..., None].expand(-1, -1, 3)),
+        ):
+            grads = []
+            for late in (False, True):
+                given = leaf.clone().requires_grad_()
+                with handler.documents(batch):
+                    out = checkpoint(function, given, use_reentrant=reentrant).square().sum()
+                    if not late:
+                        out.backward()
+                if late:
+                    out.backward()
+                grads.append(given.grad)
+            found[f"{name}, reentrant={reentrant}"] = (grads[0] - grads[1]).abs().max()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]])
+    for dim in (0, 1):
+        padded = {"x": x, "attention_mask": mask} if dim else {"x": x.mT, "attention_mask": mask.mT}
+        batch = handler.get_batch_on_this_cp_rank(padded, dim)
+        loss = handler.mean_loss(batch["x"], mask=batch["attention_mask"], elsewhere=True)
+        found[f"mask of dimension {dim}"] = loss - x[mask > 0].mean()
+    found["pooled"] = (
+        (handler.pool(batch["x"], "sum", mask=batch["attention_mask"]) - (x * mask).sum(1, keepdim=True)).abs().max()
+    )
+    even = handler.get_batch_on_this_cp_rank({"x": torch.ones(2, 12)})
+    for losses in (batch["x"], batch["x"].flatten()):
+        with pytest.raises(ValueError, match="without labels or mask, and this batch of 7 positions was padded to 8"):
+            handler.mean_loss(losses, elsewhere=True)
+    found["even"] = handler.mean_loss(even["x"], elsewhere=True) - 1
+    return {name: abs(float(x)) for name, x in found.items()}
+
+
+def test_what_is_known_of_a_batch_is_remembered(ranks: Any) -> None:
+    """Padding counted in the oldest of many batches, in recomputes after the block, in a mean with the padding mask of
+    the batch, and where another batch was split since; a second block of a batch was refused."""
+    for found in ranks(2, remembered_batches):
+        assert max(found.values()) <= 1e-12, found
 
 
 @on_ranks
