@@ -483,8 +483,11 @@ class ContextParallelHandler(Shares):
         """Labels, or a mask, of this rank's tokens with a value at positions with which the split of their batch has
         filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
         may be a class. The batch is the one that they are an entry of, or else that of the block."""
-        if not isinstance(x, Tensor) or torch.compiler.is_compiling() or not is_int(value):
-            return x
+        compiled = torch.compiler.is_compiling() and not self.cp.batch.fills
+        return x if compiled or not isinstance(x, Tensor) or not is_int(value) else self._leave_out(x, value)
+
+    @torch.compiler.disable(reason="The padding of a batch is known on the host. Compute the loss outside of the graph")
+    def _leave_out(self, x: Tensor, value: int) -> Tensor:
         padding, known = self.cp.batch.padding_in_block, self.cp.batch.past_of(x)
         if known is not None:
             where = known[0]

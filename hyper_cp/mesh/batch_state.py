@@ -197,6 +197,7 @@ class Block:
         """True if something has run over the whole sequence in the block."""
         self.used = documents is None
         """True if something has read the documents, or there are none."""
+        self.fills = not torch.compiler.is_compiling() and split is not None and split.padding is not None
         self.kinds: set[bool] = set()
         """The kinds of attention calls with the documents of the block: True for causal."""
 
@@ -209,6 +210,8 @@ class ThreadBlocks:
         self.entered: list[Block] = []
         # An attribute, and not the last block: a compiled graph reads it as an input, at any depth of blocks.
         self.documents: Tensor | None = None
+        self.fills = False
+        """True if the split of the innermost block's batch has filled up its sequence; an attribute as well."""
 
 
 class _OfAllMeshes(threading.local):
@@ -249,6 +252,8 @@ class BatchState:
         """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
         self.warned_of_gradients = False
         """True once a reduction that is unknown, or does not fit, has been warned of."""
+        self.warned_of_padding = False
+        """True once losses that may be those of a padded batch or of another one have been warned of."""
         self.warned_of_length = False
         """True once a call with a few positions more or less than a share has been warned of."""
         self.batches = 0
@@ -276,6 +281,7 @@ class BatchState:
             self._threads.append(blocks)
         blocks.entered.append(block)
         blocks.documents = documents
+        blocks.fills = block.fills
         return block
 
     def leave(self, block: Block) -> None:
@@ -284,6 +290,7 @@ class BatchState:
         block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
+        blocks.fills = bool(blocks.entered) and blocks.entered[-1].fills
         if not blocks.entered:
             self._threads.remove(blocks)
 
@@ -360,9 +367,19 @@ class BatchState:
         if of_block is None and (even or not self._latest):
             return None
         last, *others = [of_block] if of_block else [x for _, x in reversed(self._latest)]
-        if (last.may_hold if last.known else last.holds)(shape):
-            return last.known if last.share > 1 else None
-        return next((x.known for x in others if x.share > 1 and x.holds(shape)), None)
+        earlier = next((x.known for x in others if x.share > 1 and x.known and x.holds(shape)), None)
+        if not (last.may_hold if last.known else last.holds)(shape):
+            return earlier
+        if earlier and not last.known and not self.warned_of_padding:
+            self.warned_of_padding = True
+            warnings.warn(
+                f"losses of shape {shape} come without labels or mask. They fit the last batch, which needed no "
+                f"padding, and an earlier one of {earlier[0]} positions that was padded to {earlier[1]}. If they "
+                "belong to that one, its padding counts. Compute the loss in `with handler.documents(batch)` of their "
+                "batch, or pass labels",
+                stacklevel=4,
+            )
+        return last.known if last.share > 1 else None
 
     def record_batch(self, entries: Iterable[tuple[Tensor, Tensor | None]], padding: Padding) -> None:
         """Record a batch: its entries, which labels may be, each with True where it holds padding (None: nowhere)."""
@@ -393,6 +410,11 @@ class BatchState:
         """That of the batch of this thread's innermost block."""
         split = self._split
         return None if split is None else split.padding
+
+    @property
+    def fills(self) -> bool:
+        """True if that batch has some, for compiled graphs: they are compiled once with it and once without."""
+        return self._this_thread.blocks.fills
 
     @property
     def weighed(self) -> Counted:

@@ -494,6 +494,16 @@ def remembered_batches() -> dict[str, float]:
     found["pooled"] = (
         (handler.pool(batch["x"], "sum", mask=batch["attention_mask"]) - (x * mask).sum(1, keepdim=True)).abs().max()
     )
+    compiled = torch.compile(lambda x, labels: handler.mean_loss(x, labels, elsewhere=True), backend="aot_eager")
+    for number in (7, 8, 7):
+        batch = handler.get_batch_on_this_cp_rank({"x": x.new_ones(2, number), "codes": codes.new_ones(2, number)})
+        with handler.documents(batch):
+            found[f"compiled {number}"] = compiled(batch["x"] + 0, batch["codes"]) - 1
+            found[f"compiled copies {number}"] = compiled(batch["x"] + 0, batch["codes"].clone()) - 1
+    batch = split()
+    handler.get_batch_on_this_cp_rank({"x": torch.ones(2, 8)})
+    with pytest.warns(UserWarning, match="fit the last batch, which needed no padding, and an earlier one of 7 posit"):
+        handler.mean_loss(batch["x"], elsewhere=True)
     even = handler.get_batch_on_this_cp_rank({"x": torch.ones(2, 12)})
     for losses in (batch["x"], batch["x"].flatten()):
         with pytest.raises(ValueError, match="without labels or mask, and this batch of 7 positions was padded to 8"):
@@ -504,7 +514,7 @@ def remembered_batches() -> dict[str, float]:
 
 def test_what_is_known_of_a_batch_is_remembered(ranks: Any) -> None:
     """Padding counted in the oldest of many batches, in recomputes after the block, in a mean with the padding mask of
-    the batch, and where another batch was split since; a second block of a batch was refused."""
+    the batch, in compiled losses, and where another batch was split since; a second block of a batch was refused."""
     for found in ranks(2, remembered_batches):
         assert max(found.values()) <= 1e-12, found
 
