@@ -368,18 +368,16 @@ class BatchState:
             return None
         last, *others = [of_block] if of_block else [x for _, x in reversed(self._latest)]
         earlier = next((x.known for x in others if x.share > 1 and x.known and x.holds(shape)), None)
-        if not (last.may_hold if last.known else last.holds)(shape):
-            return earlier
-        if earlier and not last.known and not self.warned_of_padding:
+        belongs = (last.may_hold if last.known else last.holds)(shape)
+        if earlier and not (belongs and last.known) and not self.warned_of_padding:
             self.warned_of_padding = True
             warnings.warn(
-                f"losses of shape {shape} come without labels or mask. They fit the last batch, which needed no "
-                f"padding, and an earlier one of {earlier[0]} positions that was padded to {earlier[1]}. If they "
-                "belong to that one, its padding counts. Compute the loss in `with handler.documents(batch)` of their "
+                f"losses of shape {shape} come without labels or mask. They fit a batch of {earlier[0]} positions "
+                f"that was padded to {earlier[1]}, and is not the last one. If they belong to it, its padding counts. Compute the loss in `with handler.documents(batch)` of their "
                 "batch, or pass labels",
                 stacklevel=4,
             )
-        return last.known if last.share > 1 else None
+        return last.known if belongs and last.share > 1 else None
 
     def record_batch(self, entries: Iterable[tuple[Tensor, Tensor | None]], padding: Padding) -> None:
         """Record a batch: its entries, which labels may be, each with True where it holds padding (None: nowhere)."""
