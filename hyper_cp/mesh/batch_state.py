@@ -372,9 +372,9 @@ class BatchState:
         if earlier and not (belongs and last.known) and not self.warned_of_padding:
             self.warned_of_padding = True
             warnings.warn(
-                f"losses of shape {shape} come without labels or mask. They fit a batch of {earlier[0]} positions "
-                f"that was padded to {earlier[1]}, and is not the last one. If they belong to it, its padding counts. Compute the loss in `with handler.documents(batch)` of their "
-                "batch, or pass labels",
+                f"losses of shape {shape} come without labels or mask. They fit a batch of {earlier[0]} positions that "
+                f"was padded to {earlier[1]}, and is not the last one. If they belong to it, its padding counts. "
+                "Compute the loss in `with handler.documents(batch)` of their batch, or pass labels",
                 stacklevel=4,
             )
         return last.known if belongs and last.share > 1 else None
