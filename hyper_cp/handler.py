@@ -357,13 +357,15 @@ class ContextParallelHandler(Shares):
                 filled = max(table[:, -1].tolist()) if ends else None
         state, batch = self.cp.batch, cu_seqlens if isinstance(cu_seqlens, LocalBatch) else LocalBatch()
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
-        of_batch = filled, batch.rows, batch.rows_first, batch.counted
+        of_batch = filled, batch.rows, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
         block = state.enter(table, split)
+        block.ran = batch.ran
         try:
             yield table
         finally:
             state.leave(block)
+            batch.ran = block.ran
         if not (block.used or torch.compiler.is_compiling()):
             warnings.warn(
                 "a handler.documents block has ended, and nothing in it has read its documents. Attention that ran "
@@ -428,7 +430,8 @@ class ContextParallelHandler(Shares):
             losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
                 ``labels``, or with ``head`` hidden states ``[B, S/n, width]``. Half precision is added up in fp32.
             labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count (without labels all do).
-            mask: ``[B, S/n]``, bool or weights: a weighted mean.
+            mask: ``[B, S/n]``, bool or weights: a weighted mean. The entry ``attention_mask`` of a batch stands for the
+                mask that the whole batch had (its copies do not, since they hold ones; ``dispatch`` the mask then).
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
                 cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
                 over its ranks. The cp ranks must be in it.
@@ -459,7 +462,7 @@ class ContextParallelHandler(Shares):
             2.0
         """
         whole, counted = loss.reduced_mesh(mesh, self.mesh), None
-        loss.check_tokens(self.cp, losses, labels, mask)
+        check_ranks = loss.check_tokens(self.cp, losses, labels, mask, self.mesh, whole)
         if getattr(losses, "requires_grad", False) and not torch.compiler.is_compiling():
             counted = self.cp.batch.weighed
             loss.refuse_other_ranks(counted, whole)
@@ -474,20 +477,25 @@ class ContextParallelHandler(Shares):
 
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
-        return loss.mean_loss(losses, per_token, labels, whole, check=check, **options)
+        return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)
 
     def _without_padding(self, x: Any, value: Any) -> Any:
         """Labels, or a mask, of this rank's tokens with a value at positions with which the split of their batch has
         filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
         may be a class. The batch is the one that they are an entry of, or else that of the block."""
-        if not isinstance(x, Tensor) or torch.compiler.is_compiling() or not is_int(value):
+        compiled = torch.compiler.is_compiling() and not self.cp.batch.fills
+        return x if compiled or not isinstance(x, Tensor) or not is_int(value) else self._leave_out(x, value)
+
+    @torch.compiler.disable(reason="The padding of a batch is known on the host. Compute the loss outside of the graph")
+    def _leave_out(self, x: Tensor, value: int) -> Tensor:
+        padding, known = self.cp.batch.padding_in_block, self.cp.batch.past_of(x)
+        if known is not None:
+            where = known[0]
+        elif padding is None or (by_documents(self.layout) and self.cp.batch.documents is None):
             return x
-        padding, past = self.cp.batch.entry(x) or (self.cp.batch.padding_in_block, None)
-        if padding is None or (past is None and by_documents(self.layout) and self.cp.batch.documents is None):
-            return x
-        if past is None:
+        else:
             past = self.position_ids(padding.padded) >= torch.tensor(padding.ends, device="cpu")[:, None]
-        where = padding.spread(past, tuple(x.shape))
+            where = padding.spread(past, tuple(x.shape))
         return x if where is None else x.masked_fill(where.to(x.device), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
@@ -602,9 +610,9 @@ class ContextParallelHandler(Shares):
             reduce: ``"sum"``, ``"mean"``, or ``"last"``: the token with the highest position.
             mask: ``[B, S/n]``, this rank's share of a mask of 0 and 1: only tokens with 1 count (labels that are not
                 ignored, say). A document without any has the value 0.
-            documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``
-                and ``"auto"`` they must be those by which the tokens were placed. Documents without positions are left
-                out, and so is padding at the end.
+            documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``,
+                ``"balanced"`` and ``"auto"`` they must be those by which the tokens were placed, as for
+                :meth:`combine`. Documents without positions are left out, and so is padding.
             length: S before padding. Default: the length of the documents, or of the batch in whose block this is
                 called.
             gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
-from ..mesh.batch_state import Counted, Padding
+from ..mesh.batch_state import Counted, Form, Padding
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
@@ -43,12 +43,14 @@ class LocalBatch:
     """Positions of all ranks together."""
     rows: int | None = None
     """Rows of the batch, of which each rank has a share; None: it is not known."""
-    rows_first: bool = True
-    """False if tokens lie as ``[S, B]``."""
+    form: Form = Form()
+    """The form of values of its tokens."""
     weight: Any = 1.0
     """In ``handler.loader(..., accumulate=)`` the share of its labels in those of all micro-batches."""
     weights: Sequence[Any] = (1.0,)
     """The same for ``shift_labels`` and each of ``shift_labels_1``, ``shift_labels_2`` ... (``mtp_depth``)."""
+    ran: bool = False
+    """True if something has run over the whole sequence in a block of this batch that has ended."""
     last: bool = True
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
     counted: Counted = Counted()
@@ -65,6 +67,18 @@ class _List(list[Any], LocalBatch):
 
 class _Tuple(tuple[Any, ...], LocalBatch):
     pass
+
+
+@cache
+def _named_tuple(kind: Any) -> Any:
+    """A function that makes a named tuple of this type, with the state of a batch, of its fields."""
+    if both := [name for name in kind._fields if hasattr(LocalBatch, name)]:
+        raise ValueError(
+            f"batch is a {kind.__name__} with fields {both}. The batch that is returned has attributes of these names. "
+            "Rename the fields, or pass a dict"
+        )
+    made: Any = type(kind.__name__, (kind, LocalBatch), {})
+    return made._make
 
 
 class Unsplit(NamedTuple):
@@ -106,6 +120,8 @@ def read_batch(
             f"mtp_depth={mtp_depth} without shift_labels=True. Labels of further tokens are made of those of the "
             "tokens themselves. Pass shift_labels=True, and labels"
         )
+    kind: Any = type(batch)
+    make = _named_tuple(kind) if hasattr(kind, "_make") else _List if isinstance(batch, list) else _Tuple
     documents = take_documents(entries, seq_dims if isinstance(seq_dims, Mapping) else ()) if named else None
     whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named), documents)
     if named:
@@ -128,9 +144,9 @@ def read_batch(
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)
-        found: Any = _Dict(shares) if named else (_List if isinstance(batch, list) else _Tuple)(shares.values())
+        found: Any = _Dict(shares) if named else make(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
-        found.tokens, found.rows, found.rows_first = tokens_of(whole.table), whole.rows, whole.dim > 0
+        found.tokens, found.rows, found.form = tokens_of(whole.table), whole.rows, whole.form
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
             handler.cp.batch.record_packed(labels)
@@ -175,13 +191,25 @@ class WholeBatch:
                 )
         self.padded = handler.padded_length(self.length)
         self.source, self.first, self.dim = first, entries[first], dims[first]
-        self.rows = self.first.shape[0] if self.dim else self.first.shape[1] if self.first.ndim > 1 else 1
+        self.rows = _rows_of(self.first, self.dim)
         self.documents, self.tokens = read(documents), tokens_of(documents)
         """Packed documents, in which positions restart; and False where there is padding ``[1 or B, S]``, if any."""
         if self.documents is not None:
             self.documents.check(self.rows, self.length)
+        self.shown = torch.empty(0, device="cpu")
+        """The padding mask ``[B, S]``, if there is padding."""
         self.padding: Sequence[Sequence[int]] = ()
         """Boundaries of tokens and padding in each row of the batch, if there is padding."""
+
+    @property
+    def form(self) -> Form:
+        """The form of values of the tokens, as far as the entries tell."""
+        entries = [(x := self.entries[name], dim % x.ndim) for name, dim in self.dims.items()]
+        alike = [dim for x, dim in entries if x.ndim > 1 and _rows_of(x, dim) == self.rows]
+        # [S, C] without another entry of as many rows, or [C, S] beside one without rows, may be one row of C features.
+        alone = self.first.ndim == 2 and self.first.is_floating_point() and len(alike) == 1
+        features = alone and (self.dim % 2 == 0 or any(x.ndim == 1 for x, _ in entries))
+        return Form((self.rows, 1) if features and self.rows > 1 else (self.rows,), tuple(sorted({*alike})) or (0,))
 
     def read_padding(self) -> None:
         """Turn a padding mask ``[B, S]`` into boundaries; the mask that is left hides nothing. An explicit mask is
@@ -211,6 +239,7 @@ class WholeBatch:
                 )
         self.entries["attention_mask"] = torch.ones_like(mask)
         if any(len(found) > 2 for found in padding):
+            self.shown = host
             self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
 
     def refuse_restarts(self) -> None:
@@ -312,17 +341,25 @@ class WholeBatch:
         shares, at, past = dict(self.entries), None, None
         for name, dim in self.dims.items():
             shares[name] = local_share(handler, shares[name], dim, self.table, fill.get(name, 0))
-        state.padded, counts = None, positions and shares.get("position_ids") is None
+        counts = positions and shares.get("position_ids") is None
         if counts or self.padded > self.length:
             at = resolve_layout(handler, self.padded, self.table, "padded length").positions(handler.cp.rank)
         if at is not None and self.padded > self.length:
-            share, rows_first = self.padded // handler.cp.size, self.dim > 0
-            state.padded = Padding((self.length,), self.padded, share, self.rows, rows_first)
-            past = at[None] >= self.length
-        state.record_entries((shares[name] for name in self.dims), state.padded, past)
+            past = at >= self.length
+        padding = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
+        state.record_batch([(shares[name], self._past(name, past)) for name in self.dims], padding)
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares
+
+    def _past(self, name: Any, past: Tensor | None) -> Tensor | None:
+        """True where an entry holds padding of the split, given the positions ``[share]`` that do. In the padding mask,
+        of which ones are left, it is True on padding of the batch too, so that a mean with this mask leaves it out."""
+        x, dim = self.entries[name], self.dims[name]
+        if name == "attention_mask" and self.padding:
+            shown = local_share(self.handler, self.shown, 1, self.table, 0)
+            return ~shown if dim % x.ndim else ~shown.mT
+        return None if past is None else past.view([-1 if i == dim % x.ndim else 1 for i in range(x.ndim)])
 
     def positions(self, at: Tensor) -> Tensor:
         """Position ids of tokens at ``[S/n]``, in the form of the tokens, ``[B, S/n]`` or ``[S/n]``. They restart in
@@ -335,6 +372,11 @@ class WholeBatch:
             return found[0]
         found = found.expand(self.rows, -1)
         return (found if self.dim else found.T).contiguous()
+
+
+def _rows_of(x: Tensor, dim: int) -> int:
+    """The rows of an entry that has the sequence in a dimension."""
+    return x.shape[0] if dim else x.shape[1] if x.ndim > 1 else 1
 
 
 def entries_of(handler: Shares, batch: Any, debug: bool) -> dict[Any, Any]:

@@ -90,6 +90,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     def at(x: Any) -> Any:
         return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
-    made = type(batch)({name: at(x) for name, x in batch.items()} if isinstance(batch, dict) else map(at, batch))
+    make = getattr(batch, "_make", type(batch))  # a named tuple takes its fields one by one
+    made = make({name: at(x) for name, x in batch.items()} if isinstance(batch, dict) else map(at, batch))
     made.__dict__.update(vars(batch))
     return made

@@ -30,11 +30,12 @@ def mean_loss(
     mask: Tensor | None,
     gradients: str,
     check: Callable[[float], None] | None = None,
+    check_ranks: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced.
 
     ``per_token`` makes losses of hidden states, and returns others as they are; ``check`` takes the number (or weight)
-    of tokens where the host does not wait for it.
+    of tokens where the host does not wait for it, and ``check_ranks`` those of all ranks.
     """
     check_gradients(gradients)
     check_ignore_index(ignore_index)
@@ -55,6 +56,8 @@ def mean_loss(
                 f"labels of ranks {wrong} of mean_loss are numbers of no class. No rank has the mean without them. "
                 "Read the errors of these ranks; for labels that do not count pass ignore_index"
             )
+    if check_ranks is not None:
+        check_ranks(of_ranks[:, 1])
     sums = of_ranks.sum(0)
     if check is not None and of_ranks.device.type == "cpu":
         check(sums[1].item())
@@ -126,21 +129,35 @@ def warn_of_counts(state: BatchState, counted: Counted, tokens: float) -> None:
         )
 
 
-def check_tokens(cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None) -> None:
-    """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count."""
+def check_tokens(
+    cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None, own: DeviceMesh, mesh: DeviceMesh
+) -> Callable[[Tensor], None] | None:
+    """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count.
+
+    Losses that may have been selected by a mask are judged by the numbers of them on the ranks of ``mesh``, which the
+    function that is then returned takes. Those of all tokens are as many on every rank of the cp mesh ``own``; selected
+    ones are not, since some ranks have padding.
+    """
     check_share(cp, losses if labels is None else labels)
-    if labels is not None or mask is not None:
-        return
     shape = tuple(getattr(losses, "shape", ()))
-    found = cp.batch.padding_of(shape)
-    if found is not None:
-        length, padded = found
-        raise ValueError(
-            f"losses of shape {tuple(losses.shape)} come without labels or mask, and this batch of {length} positions "
-            f"was padded to {padded}. The losses of padding, and zeros for ignored labels, would count in the mean. "
-            'Pass labels too, mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count: in the '
-            "block of the batch, mask=torch.ones_like(losses) leaves the padding out"
-        )
+    found = None if labels is not None or mask is not None else cp.batch.padding_of(shape)
+    if found is None:
+        return None
+    error = ValueError(
+        f"losses of shape {shape} come without labels or mask, and this batch of {found[0]} positions was padded to "
+        f"{found[1]}. The losses of padding, and zeros for ignored labels, would count in the mean. Pass labels too, "
+        'mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count: in the block of the batch, '
+        "mask=torch.ones_like(losses) leaves the padding out"
+    )
+    if len(shape) > 2 or torch.compiler.is_compiling():
+        raise error
+
+    def check_ranks(numbers: Tensor) -> None:
+        here = torch.isin(mesh.mesh, own.mesh).flatten().to(numbers.device)
+        if bool((numbers[here] == math.prod(shape)).all()):
+            raise error
+
+    return check_ranks
 
 
 def refuse_idle(cp: CPMesh, styled: bool) -> None:

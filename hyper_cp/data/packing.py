@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..schedule.documents import documents_table, ids_tensor, listed, mark_tokens, read
-from .sharding import Shares, local_share
+from .sharding import Shares, local_share, padded_table
 
 OFFSETS = (
     "documents",
@@ -294,7 +294,7 @@ def attention_state(
     """
     if mask is None:
         if positions is not None and documents is None:
-            documents = _restarts(positions, handler.padded_length(positions.shape[1]))
+            documents = _restarts(handler, positions)
         return PreparedBatch(documents, layout=handler.layout)
     host, rows = runs(mask)
     begins = host.int().diff(dim=1) > 0  # a token behind padding
@@ -303,7 +303,7 @@ def attention_state(
     tokens = mask.bool()
     if documents is not None or bool((begins.sum(1) + host[:, 0] > 1).any()):
         return PreparedBatch(documents, keys=rearrange(tokens, "b s -> b 1 1 s"), layout=handler.layout)
-    documents = documents_table(rows)
+    documents = mark_tokens(documents_table(rows), host)  # type: ignore[arg-type]
     here = rearrange(local_share(handler, tokens, 1, documents), "b s -> b 1 s 1")
     return PreparedBatch(documents, tokens=here, layout=handler.layout)
 
@@ -334,7 +334,8 @@ def read_positions(positions: Tensor | None, whole: Callable[[Tensor], Tensor] =
     return None
 
 
-def _restarts(positions: Tensor, length: int) -> Tensor | None:
-    """Return documents that begin where positions do not go on by one; padding up to ``length`` joins the last."""
+def _restarts(handler: Shares, positions: Tensor) -> Tensor | None:
+    """Return documents that begin where positions do not go on by one. Padding of the split is one more, as behind
+    documents that a batch names: a layout by documents must place tokens alike, whoever names them."""
     rows = _boundaries((positions.diff(dim=1) != 1).cpu())
-    return documents_table([[*row[:-1], length] for row in rows]) if max(map(len, rows)) > 2 else None
+    return padded_table(handler, documents_table(rows)) if max(map(len, rows)) > 2 else None

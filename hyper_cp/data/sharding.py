@@ -105,8 +105,11 @@ class Shares:
 
         Args:
             length: the true global length, if ``dispatch`` has padded: the padding is cut off.
-            documents: the documents by which layouts ``"per_document"`` and ``"auto"`` have placed the tokens, as
-                for :meth:`documents`; by default those of the enclosing block.
+            documents: the documents by which layouts ``"per_document"``, ``"balanced"`` and ``"auto"`` have placed the
+                tokens, as for :meth:`documents`; by default those of the enclosing block. ``batch.documents`` of
+                :meth:`get_batch_on_this_cp_rank` and ``batch["context_parallel"].documents`` of ``prepare_batch`` are
+                always right; ``cu_seqlens``, or ``[0, S]``, is as well, unless a mask says that rows are padded
+                before their tokens.
             gradients: the reduction of parameters' gradients over the ranks that follows, for a loss of the whole; or
                 ``"shares"`` if each rank goes on with its part of what was computed from the whole. Left out, it is
                 None, with one warning if there are gradients.
@@ -341,6 +344,12 @@ def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: s
         raise ValueError(
             f"{argument}={seq_dim!r} is not a dimension of {name}. Its shape is {tuple(tensor.shape)}. "
             + (f"Use {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "A sequence needs a dimension")
+        )
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(
+            f"{name} has layout {tensor.layout}. Positions of a sparse or nested tensor cannot be split and gathered. "
+            "Pass x.to_dense() (or to_padded_tensor), or leave it out; in a batch seq_dims={...: None} passes an entry "
+            "through whole"
         )
     return seq_dim % tensor.ndim
 

@@ -41,7 +41,7 @@ from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
 from ..module.model import begin_call
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, documents_table, read
+from ..schedule.documents import PackedDocuments, read
 from ..style import ContextParallel, style_of
 from .adapters import check_adapters
 from .huggingface import forward, router_loss, sparse
@@ -339,7 +339,7 @@ class _KeywordBatch(WholeBatch):
         if self.state.tokens is not None and _rows(self.entries.get(TOKEN_TYPES[0])):
             self._count_padding()  # by its type it may see the tokens behind it (PaliGemma)
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
-            self.state = replace(self.state, documents=documents_table([0, self.padded]))
+            self.state = replace(self.state, documents=self.table_of([[0, self.length]]))
 
     def read_labels(self, counted: Tensor) -> None:
         """Record if labels count (``[B, S]``) on padding behind the tokens of a row. Otherwise nothing reads its
@@ -359,7 +359,7 @@ class _KeywordBatch(WholeBatch):
         """Let padding see what a mask of keys leaves of the tokens, as on one device."""
         self.state = replace(self.state, padding_counts=True)
         if layouts.by_documents(self.handler.layout):  # documents of padding would place the tokens
-            documents = self.state.documents if self.state.tokens is None else documents_table([0, self.padded])
+            documents = self.state.documents if self.state.tokens is None else self.table_of([[0, self.length]])
             self.state = replace(self.state, documents=documents, tokens=None)
 
     @cached_property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ from .._torch import checkpoint
 
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
-ENTRIES = 64
-"""Entries of batches that are recorded, beside those of the last one."""
+BATCHES = 64
+"""Batches that are alive and recorded, beside the last one."""
 FEW = 64
 """The most tokens that a model is expected to add to its sequence, such as registers."""
 
@@ -30,6 +32,16 @@ class Counted:
     """The ranks over which they were counted; (): the batch has no weight."""
     numbers: tuple[int, ...] = ()
     """Labels of next tokens, and of each further one; (): they are on a device, for which the host would wait."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form that values of a batch's tokens may have."""
+
+    rows: tuple[int, ...] = ()
+    """Rows of the batch; C and 1 if ``[S, C]`` may be C rows, or one row with C numbers for each token; (): unknown."""
+    dims: tuple[int, ...] = (1,)
+    """The dimensions that are the sequence in entries of the batch."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,7 @@ class Split:
     """Their positions with padding."""
     rows: int | None = None
     """Rows of the batch, if they are known."""
-    rows_first: bool = True
-    """False: tokens lie as [S, B]."""
+    form: Form = Form()
     counted: Counted = Counted()
 
     @property
@@ -67,7 +78,7 @@ class Split:
         ends, padded = self.row_ends, self.padded or self.filled
         if not ends or not padded or min(ends) == padded or padded == self.ranks:
             return None
-        return Padding(ends, padded, padded // self.ranks, self.rows, self.rows_first)
+        return Padding(ends, padded, padded // self.ranks, self.form)
 
 
 @dataclass(frozen=True)
@@ -79,25 +90,101 @@ class Padding:
     padded: int
     share: int
     """Positions of each rank."""
-    rows: int | None = None
-    rows_first: bool = True
+    form: Form = Form()
 
     def spread(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """Numbers of a share's tokens ``[1 or B, share]``, in a form that broadcasts to values of this shape: a value,
-        or several, for each token, flattened or not. None: these are no values of all tokens of the share."""
-        rows, ones = self.rows, [1] * (len(shape) - 2)
-        if self.rows_first and len(shape) > 1 and shape[1] == self.share and rows in (None, shape[0]):
-            return tokens.view(-1, self.share, *ones)
-        if rows is None or not shape or len(tokens) not in (1, rows):
-            return None
-        if not self.rows_first and shape[:2] == (self.share, rows):
-            return tokens.mT.reshape(self.share, -1, *ones)
-        whole = tokens.expand(rows, -1)
-        if shape[0] == rows * self.share:
-            return (whole if self.rows_first else whole.mT).reshape(-1, *[1] * (len(shape) - 1))
-        if self.rows_first and len(shape) == 2 and shape[0] == rows and shape[1] and shape[1] % self.share == 0:
-            return whole.repeat_interleave(shape[1] // self.share, 1)
+        or several, for each token, flattened or not. None: these are no values of all tokens of the share.
+
+        Raises:
+            ValueError: if the values may be those of tokens in two orders.
+        """
+        places = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)
+        for form in (self._beside_rows, self._flat, self._beside_others):
+            first, *others = [x.expand(shape) for x in form(places, shape)] or [places]
+            if any(not torch.equal(x, first) for x in others):
+                raise ValueError(
+                    f"labels or mask of shape {shape} may belong to the tokens of this batch in two orders: entries "
+                    f"have their sequence in dimensions {list(self.form.dims)}. The padding of the split must not "
+                    "count, and has another place in each. Pass labels as they are in the batch, a mask that is not "
+                    "flattened, or entries that all have the sequence in one dimension"
+                )
+            if found := form(tokens, shape):
+                return found[0]
         return None
+
+    @property
+    def known(self) -> tuple[int, int] | None:
+        """The lengths before and after padding; None: there is none."""
+        return None if min(self.ends) == self.padded else (max(self.ends), self.padded)
+
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        """True if values of this shape may be those of all tokens of a share."""
+        places = torch.zeros(1, self.share, device="cpu")
+        return any(form(places, shape) for form in (self._beside_rows, self._flat, self._beside_others))
+
+    def may_hold(self, shape: tuple[int, ...]) -> bool:
+        """True also if their number only is that of several for each token. Values of rows are none of tokens."""
+        if not self.form.rows:
+            return any(n and n % self.share == 0 for n in shape[:2])
+        of_rows = self.form.rows == shape[:1] and math.prod(shape[1:]) % self.share != 0
+        return math.prod(shape) > 0 and math.prod(shape) % self.share == 0 and not of_rows
+
+    def _beside_rows(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """The tokens along each dimension that may be the sequence, beside one of all rows."""
+        found = self._shares(shape) if len(shape) > 1 else []
+        return self._along([i for i in found if shape[0 if i else 1] in self.form.rows], tokens, shape)
+
+    def _beside_others(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """The same beside some rows, or none."""
+        rows_first = 0 not in self.form.dims
+        found = [i for i in self._shares(shape) if i or not (rows_first and shape[0] in self.form.rows)]
+        return self._along(found, tokens, shape)
+
+    def _shares(self, shape: tuple[int, ...]) -> list[int]:
+        return [i for i, n in enumerate(shape) if n == self.share]
+
+    def _along(self, dims: list[int], tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        found = []
+        for dim in [i for i in dims if i in self.form.dims] or dims:
+            rows, size = 0 if dim else 1, [1] * len(shape)
+            size[dim] = self.share
+            if len(tokens) > 1:
+                if shape[rows : rows + 1] != (len(tokens),):
+                    continue
+                size[rows] = len(tokens)
+            found.append((tokens if dim else tokens.mT).reshape(size))
+        return found
+
+    def _flat(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+        """The tokens in each order that ``[B * S/n, ...]``, ``[B * S/n * C]`` or ``[B, S/n * C]`` may have."""
+        found, first = [], shape[0] if shape else 0
+        for rows in self.form.rows if len(tokens) == 1 else {*self.form.rows} & {len(tokens)}:
+            whole, wide = tokens.expand(rows, -1), len(shape) == 2 and first == rows
+            several, rest = divmod(shape[1] if wide else first, self.share if wide else rows * self.share)
+            if rest or not several or (several > 1 and len(shape) > 1 and not wide):
+                continue
+            orders = {min(dim, 2) for dim in self.form.dims} | ({1} if wide or max(self.form.dims) > 1 else set())
+            each = [
+                whole.mT[..., None].expand(-1, -1, several),
+                whole[..., None].expand(-1, -1, several),
+                whole[:, None].expand(-1, several, -1),
+            ]
+            size = [rows, -1] if wide else [-1] + [1] * (len(shape) - 1)
+            found += [each[order].reshape(size) for order in sorted(orders - {0} if wide else orders)]
+        return found
+
+
+def _memory(x: Tensor) -> Any:
+    """Names the memory of a tensor, in which its views lie too."""
+    if type(x) is not Tensor or x.layout != torch.strided or not x.untyped_storage().nbytes():
+        return id(x)
+    return x.device, x.untyped_storage().data_ptr()
+
+
+def _forget(entries: dict[Any, Any], key: Any, entry: weakref.ref[Tensor]) -> None:
+    if key in entries and entries[key][0] is entry:  # else the memory has another entry by now
+        del entries[key]
 
 
 class Block:
@@ -110,6 +197,7 @@ class Block:
         """True if something has run over the whole sequence in the block."""
         self.used = documents is None
         """True if something has read the documents, or there are none."""
+        self.fills = not torch.compiler.is_compiling() and split is not None and split.padding is not None
         self.kinds: set[bool] = set()
         """The kinds of attention calls with the documents of the block: True for causal."""
 
@@ -124,6 +212,8 @@ class ThreadBlocks:
         self.documents: Tensor | None = None
         self.layouts: list[str] = []
         """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
+        self.fills = False
+        """True if the split of the innermost block's batch has filled up its sequence; an attribute as well."""
 
 
 class _OfAllMeshes(threading.local):
@@ -164,6 +254,8 @@ class BatchState:
         """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
         self.warned_of_gradients = False
         """True once a reduction that is unknown, or does not fit, has been warned of."""
+        self.warned_of_padding = False
+        """True once losses that may be those of a padded batch or of another one have been warned of."""
         self.warned_of_length = False
         """True once a call with a few positions more or less than a share has been warned of."""
         self.batches = 0
@@ -172,10 +264,10 @@ class BatchState:
         """Labels of the latest batches with packed documents."""
         self._explicit: set[bool] = set()
         """True if an attention call had documents or an explicit mask, False if one had neither."""
-        self.padded: Padding | None = None
-        """That of the last batch."""
-        self._entries: list[tuple[weakref.ref[Tensor], Padding | None, Tensor | None]] = []
-        """Entries of the latest batches, the padding of each, and the positions of its share that are padding."""
+        self._latest: list[tuple[weakref.ref[Tensor], Padding]] = []
+        """The first entries of batches that are alive, and of the last one, and their padding."""
+        self._entries: dict[Any, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        """Entries of batches that are alive, by their memory, and where they hold padding."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
@@ -191,6 +283,7 @@ class BatchState:
             self._threads.append(blocks)
         blocks.entered.append(block)
         blocks.documents = documents
+        blocks.fills = block.fills
         return block
 
     @property
@@ -204,6 +297,7 @@ class BatchState:
         block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
+        blocks.fills = bool(blocks.entered) and blocks.entered[-1].fills
         if not blocks.entered:
             self._threads.remove(blocks)
 
@@ -249,7 +343,7 @@ class BatchState:
     def rows_and_share(self) -> tuple[int, int]:
         """Rows, and positions of each rank, of the batch of this thread's innermost block; 0 where it does not know
         them."""
-        split = self._split
+        split = self._split_now
         return (0, 0) if split is None else (split.rows or 0, split.share or 0)
 
     @property
@@ -260,7 +354,14 @@ class BatchState:
 
     @property
     def _split(self) -> Split | None:
-        """The split of the batch of this thread's innermost block; None: no block, or one that does not say."""
+        """The split of the batch of this thread's innermost block, in a recompute by activation checkpointing that of
+        its forward; None: no block, or one that does not say."""
+        found: Split | None
+        (found,) = checkpoint.batch_state(self._this_thread, lambda: (self._split_now,))
+        return found
+
+    @property
+    def _split_now(self) -> Split | None:
         entered = self._this_thread.blocks.entered
         return entered[-1].split if entered else None
 
@@ -268,31 +369,57 @@ class BatchState:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        split = self._split
-        found = self.padding_in_block
-        if found is None and (split is None or split.length is None or split.length != split.padded):
-            found = self.padded
-        if found is None or found.share == 1:
+        split, of_block = self._split, self.padding_in_block
+        even = split is not None and split.length and split.length == split.padded
+        if of_block is None and (even or not self._latest):
             return None
-        flat = found.rows is None and any(n and n % found.share == 0 for n in shape[:2])  # perhaps of all tokens
-        belongs = flat or found.spread(torch.zeros(1, found.share, device="cpu"), shape) is not None
-        return (max(found.ends), found.padded) if belongs else None
+        last, *others = [of_block] if of_block else [x for _, x in reversed(self._latest)]
+        earlier = next((x.known for x in others if x.share > 1 and x.known and x.holds(shape)), None)
+        belongs = (last.may_hold if last.known else last.holds)(shape)
+        if earlier and not (belongs and last.known) and not self.warned_of_padding:
+            self.warned_of_padding = True
+            warnings.warn(
+                f"losses of shape {shape} come without labels or mask. They fit a batch of {earlier[0]} positions that "
+                f"was padded to {earlier[1]}, and is not the last one. If they belong to it, its padding counts. "
+                "Compute the loss in `with handler.documents(batch)` of their batch, or pass labels",
+                stacklevel=4,
+            )
+        return last.known if belongs and last.share > 1 else None
 
-    def record_entries(self, entries: Iterable[Any], padding: Padding | None, past: Tensor | None) -> None:
-        """Record the entries of a batch, which labels may be. ``past``: the positions ``[1, share]`` of padding."""
-        if not torch.compiler.is_compiling():
-            known = [entry for entry in self._entries if entry[0]() is not None]
-            self._entries = [*known[-ENTRIES:], *((weakref.ref(x), padding, past) for x in entries)]
+    def record_batch(self, entries: Iterable[tuple[Tensor, Tensor | None]], padding: Padding) -> None:
+        """Record a batch: its entries, which labels may be, each with True where it holds padding (None: nowhere)."""
+        if torch.compiler.is_compiling():
+            return
+        alive = [(entry, x) for entry, x in self._latest if entry() is not None]
+        for number, (x, past) in enumerate(entries):
+            entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
+            self._entries[_memory(x)] = entry, past
+            if not number:
+                self._latest = [*alive[-BATCHES:], (entry, padding)]
 
-    def entry(self, x: Tensor) -> tuple[Padding | None, Tensor | None] | None:
-        """The padding of a tensor that is an entry of one of the latest batches; None if it is none."""
-        return next(((padding, past) for known, padding, past in self._entries if known() is x), None)
+    def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
+        """True where a tensor, which is an entry of a batch or a view of one, holds padding (None: nowhere), broadcast
+        over it, in a tuple; None if it is no entry."""
+        found, past = self._entries.get(_memory(x), (None, None))
+        entry = None if found is None else found()
+        if entry is None or entry.dtype != x.dtype:
+            return None
+        if past is None or entry is x:
+            return (past,)
+        cells = torch.zeros(entry.untyped_storage().nbytes() // entry.itemsize, dtype=torch.bool, device="cpu")
+        cells.as_strided(entry.shape, entry.stride(), entry.storage_offset()).copy_(past)
+        return (cells.as_strided(x.shape, x.stride(), x.storage_offset()),)
 
     @property
     def padding_in_block(self) -> Padding | None:
         """That of the batch of this thread's innermost block."""
         split = self._split
         return None if split is None else split.padding
+
+    @property
+    def fills(self) -> bool:
+        """True if that batch has some, for compiled graphs: they are compiled once with it and once without."""
+        return self._this_thread.blocks.fills
 
     @property
     def weighed(self) -> Counted:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops import attention, causal_conv1d
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 STYLES: dict[str, dict[str, Any]] = {
     "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
@@ -142,3 +143,42 @@ def test_a_loss_without_attention_is_refused(ranks: Any) -> None:
         ranks.raises(2, "RuntimeError", "on which no attention has run", loss_of, way)
     for way in ("elsewhere", "data only", "right", "compiled"):
         ranks(2, loss_of, way, timeout=100)
+
+
+class Step(NamedTuple):
+    """A batch of a user."""
+
+    x: Tensor
+    rewards: Tensor
+
+
+Marked = namedtuple("Marked", "x tokens")
+
+
+@on_ranks
+def kinds_of_batches() -> dict[str, str]:
+    handler = ContextParallelHandler(cp_mesh(), "head_tail")
+    x = torch.arange(30.0).view(2, 15)
+    batch = handler.get_batch_on_this_cp_rank(Step(x, -x))
+    (loaded,) = handler.loader([Step(x, -x)])
+    for found in (batch, loaded):
+        assert isinstance(found, Step) and torch.equal(found.rewards, -found.x), found
+        assert found.length == 15 and torch.equal(handler.combine(found.x, 1, length=found.length), x)
+        with handler.documents(found):
+            assert handler.mean_loss(found.x, mask=torch.ones_like(found.x), elsewhere=True).item() == x.mean()
+    sparse, rows = {"x": x, "adjacency": torch.eye(15).to_sparse()}, torch.eye(16).to_sparse_csr()
+    whole = handler.get_batch_on_this_cp_rank(dict(sparse), {"adjacency": None})
+    assert whole["adjacency"] is sparse["adjacency"]
+    return errors_of(
+        {
+            r"fields \['tokens'\].*Rename the fields": lambda: handler.get_batch_on_this_cp_rank(Marked(x, x)),
+            "NotImplementedError: batch entry 'adjacency' has layout torch.sparse_coo.*seq_dims={...: None}": (
+                lambda: handler.get_batch_on_this_cp_rank(sparse)
+            ),
+            "NotImplementedError: tensor has layout torch.sparse_csr": lambda: handler.dispatch(rows, 0),
+        }
+    )
+
+
+def test_named_tuples_keep_their_fields_and_sparse_entries_are_refused(ranks: Any) -> None:
+    check_errors(ranks(2, kinds_of_batches))

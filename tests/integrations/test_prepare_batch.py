@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -147,3 +148,37 @@ def test_labels_cross_documents_unless_they_must_not(ranks: Any, way: str) -> No
     ending[:, [b - 1 for b in BOUNDARIES[1:]]] = -100
     for option, want in ((None, crossing), (True, crossing), (False, ending)):
         assert all(torch.equal(found, want) for found in ranks(2, last_labels, way, option))
+
+
+@on_ranks
+def gathered(layout: str) -> dict[str, float]:
+    """Errors of values that are gathered, and added up, by the documents that a user has of a batch of 21 positions,
+    which is padded in layouts by documents."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), layout)
+    values, found = torch.randn(2, 21, dtype=torch.float64), {}
+    dist.broadcast(values, 0)
+    left, right = torch.ones(2, 2, 21, dtype=torch.int64)
+    left[:, :4] = right[0, 17:] = 0
+    cases: dict[str, tuple[dict[str, Any], Any]] = {way: (entries, BOUNDARIES) for way, entries in ways().items()}
+    cases |= {"nothing": ({}, [0, 21]), "right": ({"attention_mask": right}, [0, 21])}
+    cases |= {"left": ({"attention_mask": left}, None)}
+    cases |= {"padding counts": ({"attention_mask": right, "labels": tokens(21)}, [0, 21])}
+    for way, (entries, documents) in cases.items():
+        local = prepare_batch(handler, {"input_ids": tokens(21), "values": values, **entries})
+        for name, given in {"own": documents, "prepared": local["context_parallel"].documents}.items():
+            if given is None:
+                continue
+            whole = handler.combine(local["values"], 1, documents=given, length=21)
+            sums = handler.pool(local["values"], "sum", documents=given)
+            tokens_only = values * left if way == "left" else values
+            bounds = BOUNDARIES if way in ways() else [0, 21]
+            want = torch.stack([x.sum(1) for x in tokens_only.split([b - a for a, b in pairwise(bounds)], 1)], 1)
+            found[f"{way} {name}"] = max(absolute_error(whole, values), absolute_error(sums, want))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["per_document", "balanced", "auto"])
+def test_tokens_are_placed_by_the_documents_of_the_user(ranks: Any, layout: str) -> None:
+    """Padding joined the last document of a batch whose position ids restart, or of one document without a mask."""
+    for found in ranks(2, gathered, layout):
+        assert len(found) == 21 and max(found.values()) <= 1e-12, found

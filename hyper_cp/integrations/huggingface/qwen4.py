@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries, tokens_of_entries
-from ...schedule.documents import read
+from ...schedule.documents import read, tokens_of
 from ...schedule.layout import by_documents
 from .forward import ForwardState
 from .seams import known_as, outside_graphs
@@ -91,7 +91,13 @@ def _where(module: nn.Module, state: ForwardState) -> dict[str, Any]:
     layout, documents = state.style.mode.layout, state.batch.documents
     if not by_documents(layout):
         return {"mesh": state.mesh.views[0], "layout": layout}
-    if documents is not None and any(len(row) > 2 for row in read(documents).rows):
+    tokens = tokens_of(documents)
+    if (
+        documents is not None
+        and any(  # a document of padding behind all tokens changes nothing
+            tokens is None or bool(tokens[:, start:].any()) for row in read(documents).rows for start in row[1:-1]
+        )
+    ):
         raise NotImplementedError(
             f"{type(module).__name__} got documents, or padding before tokens, in layout={layout!r}. It reads the "
             "tokens before its own, whatever documents there are, and this layout places each document apart. Use "
