@@ -9,7 +9,8 @@ Dispatch modes and trees of tensors lie in modules of torch whose names are priv
 ``torch.utils._pytree``). A mode is off while it handles an operator, so it does not see what one that is written in
 Python calls. ``OpOverload.redispatch`` with the key of a device (``torch._C.DispatchKeySet`` and
 ``torch._C.DispatchKey``) runs the kernel below the key of modes, so that a mode may be on. Functions of tensors
-reach no mode in ``torch._C.DisableTorchFunction``. The same in torch 2.11 to 2.15.
+reach no mode in ``torch._C.DisableTorchFunction``. Dynamo asks ``set_code_exec_strategy`` of
+``torch._C._dynamo.eval_frame`` where not to begin a graph. The same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from .version import moved
 
-__all__ = ["TorchDispatchMode", "past_modes", "run_kernel", "take_out", "tree_leaves", "unseen"]
+__all__ = ["TorchDispatchMode", "begin_no_graph", "past_modes", "run_kernel", "take_out", "tree_leaves", "unseen"]
 
 if not hasattr(torch._ops.OpOverload, "redispatch"):
     raise moved("OpOverload.redispatch")
+if not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):
+    raise moved("set_code_exec_strategy")
 
 T = TypeVar("T")
 _KEYS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}
@@ -40,6 +43,18 @@ def run_kernel(func: Any, device: str, args: Any, kwargs: Any) -> Any:
     """Run the kernel of an operator for a type of devices, while the modes of the caller are on."""
     key = getattr(torch._C.DispatchKey, _KEYS.get(device, "PrivateUse1"))
     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def begin_no_graph(mode: type[TorchFunctionMode]) -> None:
+    """Let Dynamo begin no graph in a mode's ``__torch_function__``, or in what that calls.
+
+    Where Dynamo gives up a frame, its functions run eagerly, and each call of a mode is a frame that Dynamo compiles by
+    itself. It has no guard on the function that the mode handles, so the next one with such inputs would run as the one
+    before (torch 2.11 to 2.15). Graphs that begin outside of the mode trace it as before.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(mode.__torch_function__.__code__, skip)
 
 
 def take_out(mode: TorchFunctionMode) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from .._torch.modes import take_out
+from .._torch.modes import begin_no_graph, take_out
 from ..ops.decoding import decode_attention
 from ..ops.split_cache import SplitCache
 from . import attention_calls
@@ -20,6 +20,10 @@ from .thread_stack import ThreadStack
 
 class EnteredMode(TorchFunctionMode):
     """A mode that this thread knows to be entered: ``flex_attention`` can then be seen by it."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        begin_no_graph(cls)
 
     def __enter__(self) -> Any:
         _modes.push(self)

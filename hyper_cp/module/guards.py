@@ -286,6 +286,8 @@ class FirstForward(EnteredMode):
 
     def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuse a recurrence, or a convolution, that no mixer routes, if it may be over this rank's share."""
+        if not calls_running(self.model.root):  # a KeyboardInterrupt ended the forward without its hooks
+            return
         length = next((x.shape[-1 if name in LAST else 1] for x in args if isinstance(x, Tensor) and x.ndim > 2), None)
         caller = next(iter(running_modules()), self.model.root)
         if not self.model.allows(place := self.model.names.get(id(caller), "")):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +21,14 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
 from hyper_cp.ops import SAVE_LIST, attention, causal_conv1d
 from hyper_cp.ops.recurrence.engine import RecurrenceSettings
 from hyper_cp.ops.recurrence.kernels import choose
 from hyper_cp.ops.settings import text
+from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -370,3 +372,42 @@ def first_calls(dynamic: bool | None) -> float:
 def test_the_first_call_on_a_mesh_may_be_compiled(ranks: Any, dynamic: bool | None) -> None:
     """Before, Dynamo could not sort the ranks of the mesh, and the graph ran before its mesh was registered."""
     assert max(ranks(2, first_calls, dynamic)) <= 1e-12
+
+
+class GivenUp(nn.Module):
+    """Dynamo compiles no frame of this forward: it breaks in a generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.logsigmoid((x.mT * 2).mT)
+        q, k, v = (part.unflatten(-1, (2, 4)) for part in x.chunk(3, -1))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@on_ranks
+def given_up(block: bool) -> list[float]:
+    """Errors of three calls of a compiled module whose share is as long as a dimension of it."""
+    torch._dynamo.reset()
+    mesh, g = cp_mesh(), torch.Generator().manual_seed(0)
+    whole, module = torch.randn(2, 16, 24, generator=g, dtype=torch.float64), GivenUp()
+    want = module(whole).chunk(2, 1)[dist.get_rank()]
+    if not block:
+        parallelize_module(module, mesh, ContextParallel(ulysses_degree=1, qkv_indices=None))
+    module.compile(backend="eager")
+    found = []
+    for _ in range(3):
+        x = whole.clone()
+        if block:
+            with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous"):
+                out = module(x)
+        else:
+            out = module(x.chunk(2, 1)[dist.get_rank()])
+        found.append((out - want).abs().max().item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [False, True], ids=["plan", "block"])
+def test_functions_of_a_frame_that_is_given_up_stay_themselves(ranks: Any, block: bool) -> None:
+    for found in ranks(2, given_up, block):
+        assert max(found) <= 1e-12, found
