@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
-from ..mesh.batch_state import Counted, Form, Padding
+from ..mesh.batch_state import Counted
+from ..mesh.padding import Form, Padding
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
 from .loss import check_ignore_index

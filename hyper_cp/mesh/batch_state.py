@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import checkpoint
+from .padding import Form, Padding
 
 LENGTHS = 16
 """Lengths of shares that are recorded; the oldest is dropped."""
@@ -35,16 +35,6 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form that values of a batch's tokens may have."""
-
-    rows: tuple[int, ...] = ()
-    """Rows of the batch; C and 1 if ``[S, C]`` may be C rows, or one row with C numbers for each token; (): unknown."""
-    dims: tuple[int, ...] = (1,)
-    """The dimensions that are the sequence in entries of the batch."""
-
-
-@dataclass(frozen=True)
 class Split:
     """The layout and the sizes in which a handler has split the batch of a block."""
 
@@ -59,7 +49,7 @@ class Split:
     """Their positions with padding."""
     rows: int | None = None
     """Rows of the batch, if they are known."""
-    form: Form = Form()
+    form: Form = field(default_factory=Form)
     counted: Counted = Counted()
 
     @property
@@ -79,100 +69,6 @@ class Split:
         if not ends or not padded or min(ends) == padded or padded == self.ranks:
             return None
         return Padding(ends, padded, padded // self.ranks, self.form)
-
-
-@dataclass(frozen=True)
-class Padding:
-    """The positions with which the split of a batch has filled up its sequence."""
-
-    ends: tuple[int, ...]
-    """The positions before padding of each row, or of all rows in one number."""
-    padded: int
-    share: int
-    """Positions of each rank."""
-    form: Form = Form()
-
-    def spread(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-        """Numbers of a share's tokens ``[1 or B, share]``, in a form that broadcasts to values of this shape: a value,
-        or several, for each token, flattened or not. None: these are no values of all tokens of the share.
-
-        Raises:
-            ValueError: if the values may be those of tokens in two orders.
-        """
-        places = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)
-        for form in (self._beside_rows, self._flat, self._beside_others):
-            first, *others = [x.expand(shape) for x in form(places, shape)] or [places]
-            if any(not torch.equal(x, first) for x in others):
-                raise ValueError(
-                    f"labels or mask of shape {shape} may belong to the tokens of this batch in two orders: entries "
-                    f"have their sequence in dimensions {list(self.form.dims)}. The padding of the split must not "
-                    "count, and has another place in each. Pass labels as they are in the batch, a mask that is not "
-                    "flattened, or entries that all have the sequence in one dimension"
-                )
-            if found := form(tokens, shape):
-                return found[0]
-        return None
-
-    @property
-    def known(self) -> tuple[int, int] | None:
-        """The lengths before and after padding; None: there is none."""
-        return None if min(self.ends) == self.padded else (max(self.ends), self.padded)
-
-    def holds(self, shape: tuple[int, ...]) -> bool:
-        """True if values of this shape may be those of all tokens of a share."""
-        places = torch.zeros(1, self.share, device="cpu")
-        return any(form(places, shape) for form in (self._beside_rows, self._flat, self._beside_others))
-
-    def may_hold(self, shape: tuple[int, ...]) -> bool:
-        """True also if their number only is that of several for each token. Values of rows are none of tokens."""
-        if not self.form.rows:
-            return any(n and n % self.share == 0 for n in shape[:2])
-        of_rows = self.form.rows == shape[:1] and math.prod(shape[1:]) % self.share != 0
-        return math.prod(shape) > 0 and math.prod(shape) % self.share == 0 and not of_rows
-
-    def _beside_rows(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-        """The tokens along each dimension that may be the sequence, beside one of all rows."""
-        found = self._shares(shape) if len(shape) > 1 else []
-        return self._along([i for i in found if shape[0 if i else 1] in self.form.rows], tokens, shape)
-
-    def _beside_others(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-        """The same beside some rows, or none."""
-        rows_first = 0 not in self.form.dims
-        found = [i for i in self._shares(shape) if i or not (rows_first and shape[0] in self.form.rows)]
-        return self._along(found, tokens, shape)
-
-    def _shares(self, shape: tuple[int, ...]) -> list[int]:
-        return [i for i, n in enumerate(shape) if n == self.share]
-
-    def _along(self, dims: list[int], tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-        found = []
-        for dim in [i for i in dims if i in self.form.dims] or dims:
-            rows, size = 0 if dim else 1, [1] * len(shape)
-            size[dim] = self.share
-            if len(tokens) > 1:
-                if shape[rows : rows + 1] != (len(tokens),):
-                    continue
-                size[rows] = len(tokens)
-            found.append((tokens if dim else tokens.mT).reshape(size))
-        return found
-
-    def _flat(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-        """The tokens in each order that ``[B * S/n, ...]``, ``[B * S/n * C]`` or ``[B, S/n * C]`` may have."""
-        found, first = [], shape[0] if shape else 0
-        for rows in self.form.rows if len(tokens) == 1 else {*self.form.rows} & {len(tokens)}:
-            whole, wide = tokens.expand(rows, -1), len(shape) == 2 and first == rows
-            several, rest = divmod(shape[1] if wide else first, self.share if wide else rows * self.share)
-            if rest or not several or (several > 1 and len(shape) > 1 and not wide):
-                continue
-            orders = {min(dim, 2) for dim in self.form.dims} | ({1} if wide or max(self.form.dims) > 1 else set())
-            each = [
-                whole.mT[..., None].expand(-1, -1, several),
-                whole[..., None].expand(-1, -1, several),
-                whole[:, None].expand(-1, several, -1),
-            ]
-            size = [rows, -1] if wide else [-1] + [1] * (len(shape) - 1)
-            found += [each[order].reshape(size) for order in sorted(orders - {0} if wide else orders)]
-        return found
 
 
 def _memory(x: Tensor) -> Any:
