@@ -327,6 +327,29 @@ def test_ways_to_call_a_recurrence_are_seen(ranks: Ranks, kind: type[Calls]) -> 
         ]
 
 
+@on_ranks
+def on_two_meshes() -> list[float]:
+    """Errors of a module that two of four ranks run on their mesh, and then all on one of their own."""
+    rank, found = dist.get_rank(), []
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+    model = Helper()
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    want = model(whole()).detach()
+    for mesh in (pairs, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))):
+        if rank < 2 or mesh is not pairs:
+            x = whole()
+            with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous"):
+                out = model(x)
+            found.append((out - want.chunk(mesh.size(), 1)[mesh.get_local_rank()]).abs().max().item())
+    return found
+
+
+def test_ranks_that_have_met_a_function_on_another_mesh_compare_it_again(ranks: Ranks) -> None:
+    for errors in ranks(4, on_two_meshes):
+        assert max(errors) <= 1e-10, errors
+
+
 class InnerCheckpoint(nn.Module):
     """Recomputes its recurrence alone."""
 

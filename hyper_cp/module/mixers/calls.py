@@ -25,6 +25,7 @@ from ..._torch import checkpoint
 from ..._torch.modes import unseen
 from ..._torch.modules import is_running
 from ...mesh import cp_mesh
+from ...mesh.batch_state import BatchState
 from ...mesh.cp_mesh import CPMesh
 from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
@@ -263,7 +264,7 @@ ROUTED: dict[str, Callable[..., Any]] = {
 
 
 LAST = {name for name, function in ROUTED.items() if function in (_convolution, _selective_scan)}
-"""Those whose tensors end with the sequence; in others it is dimension 1."""
+"""Those whose tensors end with the sequence; in others it is dimension 1, beside the heads."""
 
 running_mixers: ThreadStack[RunningMixer] = ThreadStack()
 """The mixers, and the ``context_parallel`` blocks, that are running."""
@@ -416,7 +417,8 @@ def _put_in_front(names: dict[str, Any], name: str) -> None:
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     replacement, known = ROUTED[name], (original.__module__ or "").split(".")[0] in _KNOWN
-    compared: set[tuple[Any, ...]] = set()
+    # By mesh: on another one, some of its ranks may not have met the function yet.
+    compared: WeakKeyDictionary[BatchState, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
@@ -430,9 +432,10 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             checkpoint.refuse_without_gradients(mixer.name, name, mixer.grad_enabled)
         if not known and not torch.compiler.is_compiling():
             given = [(key, x if isinstance(x, (bool, str)) else None) for key, x in (*enumerate(args), *kwargs.items())]
-            if (now := (torch.is_grad_enabled(), *given)) not in compared:
+            before = compared.setdefault(mixer.cp.batch, set())
+            if (now := (torch.is_grad_enabled(), *given)) not in before:
                 _compare(mixer, name, original, args, kwargs)
-                compared.add(now)
+                before.add(now)
         return replacement(mixer, *args, **kwargs)
 
     routed.hyper_cp_routes = name  # type: ignore[attr-defined]
