@@ -145,13 +145,12 @@ class context_parallel:
 
     def __enter__(self) -> ContextParallelHandler:
         self._check()
-        for outer in _blocks.entries:
-            layout = outer.call.binding.style.mode.layout
-            if outer.shares and layout != self.handler.layout and outer.call.binding.active.mesh == self.handler.mesh:
-                raise ValueError(
-                    f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
-                    f"{layout!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
-                )
+        outer = self.handler.cp.batch.layouts_of_buffers
+        if outer and outer[-1] != self.handler.layout:
+            raise ValueError(
+                f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
+                f"{outer[-1]!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
+            )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)
             for x, dim in zip(self._buffers, self._dims, strict=True)
@@ -171,7 +170,7 @@ class context_parallel:
         routing.__enter__()
         self._entered.append(routing)
         if sharded:
-            routing.layouts = self.handler.cp.batch.layouts_of_buffers
+            routing.layouts = outer
             routing.layouts.append(self.handler.layout)
         return self.handler
 

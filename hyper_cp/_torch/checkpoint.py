@@ -125,7 +125,7 @@ def refuse_without_gradients(name: str, what: str, outside: bool) -> None:
     if outside and not torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} calls {what} with gradients switched off inside the module. A reentrant "
-            f"activation checkpoint there would recompute it over this rank's share. Checkpoint the whole module "
+            "activation checkpoint there would recompute it over this rank's share. Checkpoint the whole module "
             "(use_reentrant=False); for inference put torch.no_grad() around the module"
         )
 

@@ -42,8 +42,6 @@ class LocalBatch:
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
     """Positions of all ranks together."""
-    rows: int | None = None
-    """Rows of the batch, of which each rank has a share; None: it is not known."""
     form: Form = Form()
     """The form of values of its tokens."""
     weight: Any = 1.0
@@ -147,7 +145,7 @@ def read_batch(
         shares = whole.split(fill, positions=named)
         found: Any = _Dict(shares) if named else make(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
-        found.tokens, found.rows, found.form = tokens_of(whole.table), whole.rows, whole.form
+        found.tokens, found.form = tokens_of(whole.table), whole.form
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
             handler.cp.batch.record_packed(labels)

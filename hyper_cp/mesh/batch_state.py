@@ -47,8 +47,6 @@ class Split:
     """The positions before padding of each row of documents that the block was entered with instead."""
     filled: int | None = None
     """Their positions with padding."""
-    rows: int | None = None
-    """Rows of the batch, if they are known."""
     form: Form = field(default_factory=Form)
     counted: Counted = Counted()
 
@@ -240,7 +238,7 @@ class BatchState:
         """Rows, and positions of each rank, of the batch of this thread's innermost block; 0 where it does not know
         them."""
         split = self._split_now
-        return (0, 0) if split is None else (split.rows or 0, split.share or 0)
+        return (0, 0) if split is None else (next(iter(split.form.rows), 0), split.share or 0)
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from logging import getLogger
 from typing import Any
@@ -94,8 +94,12 @@ def refuse_mixing_call(
     """Raise ``RuntimeError``, or warn where harm is not sure, if a function mixes positions of this rank's share of the
     sequence, in a module that its user does not exempt. (For a ``context_parallel`` block, which sees functions and no
     model.)"""
-    running = list(running_modules())
-    found = _mixing_call(func, args, kwargs, lengths, Model(running[-1], allow) if running else None)
+
+    def model() -> Model | None:
+        running = list(running_modules())
+        return Model(running[-1], allow) if running else None
+
+    found = _mixing_call(func, args, kwargs, lengths, model)
     if found is not None:
         row, caller, what = found
         if row.refused:
@@ -110,14 +114,14 @@ _MIXED = "It mixes positions, so it would compute something else than on one dev
 
 
 def _mixing_call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], model: Model | None
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], find_model: Callable[[], Model | None]
 ) -> tuple[Mixing, str, str] | None:
     """The row of a function that mixes positions of a share, the module that calls it, and both in words; None for
-    other calls, and in modules that are exempted."""
+    other calls, for which no model is looked up, and in modules that are exempted."""
     row = row_of_call(func.__name__, args, kwargs, lengths)
     if row is None or not (row.refused or row.warned):
         return None
-    caller = next(iter(running_modules()), None)
+    model, caller = find_model(), next(iter(running_modules()), None)
     name = model.names.get(id(caller), "") if model else ""
     if model is not None and model.allows(name):
         return None
@@ -314,16 +318,19 @@ class FirstForward(EnteredMode):
             )
 
     def _warn_of_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        styled = [binding for binding in self.model.styled.values() if binding.active.parallel]
-        lengths = {binding.positions for binding in styled if binding.ran and binding.positions}
-        lengths |= styled[0].active.views[0].batch.shares
-        if found := _mixing_call(func, args, kwargs, lengths, self.model):
+        binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
+        lengths = self._shares() | binding.active.views[0].batch.shares
+        if found := _mixing_call(func, args, kwargs, lengths, lambda: self.model):
             row, name, what = found
             _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
 
+    def _shares(self) -> set[int]:
+        """The positions of this rank in the styled modules that have run."""
+        return {b.positions for b in self.model.styled.values() if b.ran and b.positions is not None}
+
     def _refuse_unrouted(self) -> None:
         """Raise if a call that was not routed had as many positions as this rank's share of the sequence."""
-        shares = {binding.positions for binding in self.model.styled.values() if binding.ran} - {None}
+        shares = self._shares()
         for name, call, length, end in self.unrouted:
             if shares and (length is None or length in shares):
                 raise RuntimeError(

@@ -173,20 +173,19 @@ class SplitCache:
         self._write(positions, [k[:, :, mine], v[:, :, mine]], shown if shown is None else shown[:, :, mine])
         self.length += count
 
+    @_normal_tensors()
     def select_rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order (beam search). ``index`` is the same on every rank."""
-        with _normal_tensors():
-            self._kv = [x.index_select(0, index) for x in self._kv]
-            self._shown = None if self._shown is None else self._shown.index_select(0, index)
+        self._kv = [x.index_select(0, index) for x in self._kv]
+        self._shown = None if self._shown is None else self._shown.index_select(0, index)
 
     def show(self, mask: Tensor) -> None:
         """Replace the padding mask of the cache by ``mask [B, length]``, the same on every rank: 1 on tokens, 0 on
         padding. Positions that become padding are hidden from all further queries."""
         starts, stops, _ = self.ranges().tolist()
         own = torch.cat([mask[:, :0], *(mask[:, a:b] for a, b in zip(starts, stops, strict=True))], 1)
-        with _normal_tensors():
-            self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
-            self._shown[:, 0, : self._rows, 0] = own
+        self._shown = self._no_padding()
+        self._shown[:, 0, : self._rows, 0] = own
 
     # ------------------------------------------------------------------ rows
 
@@ -226,17 +225,13 @@ class SplitCache:
 
     def _write(self, positions: Sequence[Range], kv: list[Tensor], shown: Tensor | None) -> None:
         """Write rows behind the others, and record their positions. (What kernels still read lies before them.)"""
-        with _normal_tensors():
-            self._write_rows(positions, kv, shown)
-
-    def _write_rows(self, positions: Sequence[Range], kv: list[Tensor], shown: Tensor | None) -> None:
         self.widths = kv[0].shape[3], kv[1].shape[3]
         kv = [torch.cat(kv, 3)] if self.latents else kv
         rows, count = self._rows, kv[0].shape[2]
         if not self._kv or rows + count > self._kv[0].shape[2]:
             rows = self._grow(kv)
         if shown is not None and self._shown is None:
-            self._shown = torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
+            self._shown = self._no_padding()
         for held, x in zip(self._kv, kv, strict=True):
             held[:, :, rows : rows + count] = x
         if self._shown is not None:
@@ -248,6 +243,12 @@ class SplitCache:
             rows += stop - start
         self._rows = rows
 
+    @_normal_tensors()
+    def _no_padding(self) -> Tensor:
+        """``[B, 1, capacity, 1]`` True."""
+        return torch.ones_like(self._kv[0][:, :1, :, :1], dtype=torch.bool)
+
+    @_normal_tensors()
     def _grow(self, kv: list[Tensor]) -> int:
         """Make room for more rows, and drop those that no new token sees. Returns the number of those that are left."""
         first = 0 if self.window is None else self._before(self.length - self.window[0])

@@ -81,10 +81,9 @@ def seen_entries(positions: Tensor, documents: PackedDocuments | None, every: in
     first = torch.zeros_like(count)
     if documents is not None:
         for row, boundaries in enumerate(documents.rows):
-            before = torch.tensor(
-                [0, *(torch.tensor(boundaries, device="cpu").diff() // every).cumsum(0)], device="cpu"
-            )
-            first[row] = before[torch.searchsorted(torch.tensor(boundaries, device="cpu"), positions, right=True) - 1]
+            bounds = torch.tensor(boundaries, device="cpu")
+            before = torch.tensor([0, *(bounds.diff() // every).cumsum(0)], device="cpu")
+            first[row] = before[torch.searchsorted(bounds, positions, right=True) - 1]
     return SeenEntries(positions - count, first, (count + 1) // every)
 
 

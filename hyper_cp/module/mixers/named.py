@@ -21,7 +21,7 @@ from ..._torch.modes import unseen
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
 from ..replaced import along, conditions, difference, first_tokens
-from .calls import ROUTED, RunningMixer, alone, running_mixer
+from .calls import LAST, ROUTED, RunningMixer, alone, running_mixer
 from .hooks import StyledMixerHooks
 
 
@@ -33,8 +33,6 @@ class Kind:
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    dims: bool = True
-    """True if sequence and heads are two dimensions beside each other, which may be exchanged."""
 
 
 def _recurrence(mixer: RunningMixer, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, **given: Any) -> Tensor:
@@ -54,9 +52,9 @@ KINDS: dict[str, Kind] = {
         ("dt_softplus", "dt_limit"),
     ),
     "selective_scan_fn": Kind(
-        ROUTED["selective_scan_fn"], ("u", "delta", "A", "B", "C"), ("D", "z", "delta_bias"), ("delta_softplus",), False
+        ROUTED["selective_scan_fn"], ("u", "delta", "A", "B", "C"), ("D", "z", "delta_bias"), ("delta_softplus",)
     ),
-    "causal_conv1d_fn": Kind(ROUTED["causal_conv1d_fn"], ("x", "weight"), ("bias",), ("activation",), False),
+    "causal_conv1d_fn": Kind(ROUTED["causal_conv1d_fn"], ("x", "weight"), ("bias",), ("activation",)),
 }
 """The functions by their public names. Those of fla scale q by ``dk ** -0.5`` unless an option says otherwise."""
 
@@ -100,7 +98,7 @@ class Named:
                     f"arguments[{name!r}]={place!r} is not an argument of a module. It must be a position that "
                     "counts from 0, or the name of a parameter of its forward. Pass one of them"
                 )
-        if self.heads_first and not known.dims:
+        if self.heads_first and self.kind in LAST:
             raise ValueError(
                 f"seq_dim=2 with kind={self.kind!r}, whose tensors have a fixed form ([batch, channels, positions]). "
                 "There are no dimensions to choose. Leave seq_dim and head_dim out"
@@ -263,7 +261,7 @@ class NamedMixerHooks(StyledMixerHooks):
 
 def _sequence_dim(named: Named) -> int:
     """The dimension of the sequence in the module's tensors."""
-    return -1 if not KINDS[named.kind].dims else 2 if named.heads_first else 1
+    return -1 if named.kind in LAST else 2 if named.heads_first else 1
 
 
 def _described(x: Any) -> str:
