@@ -430,8 +430,9 @@ class ContextParallelHandler(Shares):
             losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
                 ``labels``, or with ``head`` hidden states ``[B, S/n, width]``. Half precision is added up in fp32.
             labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count (without labels all do).
-            mask: ``[B, S/n]``, bool or weights: a weighted mean. The entry ``attention_mask`` of a batch stands for the
-                mask that the whole batch had (its copies do not, since they hold ones; ``dispatch`` the mask then).
+            mask: ``[B, S/n]``, bool or weights: a weighted mean. In the block of its batch padding never counts. The
+                entry ``attention_mask`` of a batch stands for the mask that the whole batch had. (Its copies hold ones:
+                behind the block, ``dispatch`` the mask.)
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
                 cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
                 over its ranks. The cp ranks must be in it.
@@ -470,7 +471,7 @@ class ContextParallelHandler(Shares):
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
         logits = Logits(ignore_index, softcap, scale, chunk)
-        labels, mask = self._without_padding(labels, ignore_index), self._without_padding(mask, 0)
+        labels, mask = self._without_padding(labels, ignore_index), self._without_padding(mask, 0, of_batch=True)
 
         def per_token(given: Tensor) -> Tensor:
             return token_losses(given, labels, head, logits)
@@ -479,23 +480,27 @@ class ContextParallelHandler(Shares):
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
         return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)
 
-    def _without_padding(self, x: Any, value: Any) -> Any:
+    def _without_padding(self, x: Any, value: Any, of_batch: bool = False) -> Any:
         """Labels, or a mask, of this rank's tokens with a value at positions with which the split of their batch has
         filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
-        may be a class. The batch is the one that they are an entry of, or else that of the block."""
+        may be a class. The batch is the one that they are an entry of, or else that of the block. ``of_batch``: at the
+        padding that this one has had itself too, whose outputs are other numbers than on one device."""
         compiled = torch.compiler.is_compiling() and not self.cp.batch.fills
-        return x if compiled or not isinstance(x, Tensor) or not is_int(value) else self._leave_out(x, value)
+        return x if compiled or not isinstance(x, Tensor) or not is_int(value) else self._leave_out(x, value, of_batch)
 
     @torch.compiler.disable(reason="The padding of a batch is known on the host. Compute the loss outside of the graph")
-    def _leave_out(self, x: Tensor, value: int) -> Tensor:
-        padding, known = self.cp.batch.padding_in_block, self.cp.batch.past_of(x)
-        if known is not None:
-            where = known[0]
-        elif padding is None or (by_documents(self.layout) and self.cp.batch.documents is None):
+    def _leave_out(self, x: Tensor, value: int, of_batch: bool) -> Tensor:
+        state, shape = self.cp.batch, tuple(x.shape)
+        if known := state.past_of(x):
+            return x if known[0] is None else x.masked_fill(known[0].to(x.device), value)
+        places, tokens = state.places_in_block, tokens_of(state.documents_in_block) if of_batch else None
+        if places is None or not (places.known or tokens is not None):
             return x
-        else:
-            past = self.position_ids(padding.padded) >= torch.tensor(padding.ends, device="cpu")[:, None]
-            where = padding.spread(past, tuple(x.shape))
+        if by_documents(self.layout) and state.documents is None:
+            return x
+        at = self.position_ids(places.padded)
+        past = at >= torch.tensor(places.ends, device="cpu")[:, None]
+        where = places.spread(past if tokens is None else past | ~tokens[:, at], shape)
         return x if where is None else x.masked_fill(where.to(x.device), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:

@@ -237,7 +237,7 @@ class WholeBatch:
                     "dimensions [B, 1, S, S] (they pass through whole)"
                 )
         self.entries["attention_mask"] = torch.ones_like(mask)
-        if any(len(found) > 2 for found in padding):
+        if not bool(host.all()):
             self.shown = host
             self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
 

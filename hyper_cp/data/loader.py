@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.arguments import check_int, check_type
-from ..mesh.batch_state import Counted
+from ..mesh.batch_state import BatchState, Counted
 from ..mesh.cp_mesh import CPMesh
 from .batch import Unsplit
 from .collectives import by_rank
@@ -38,7 +38,7 @@ def local_batches(
         counts = _counts(labels, device, mesh if more else None) if accumulate > 1 else None
         weights: Any = [None] if counts is None else _weights(counts)
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
-            local = _moved(batch.split(), device)  # only now: what is split is the batch that runs next
+            local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
             local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
             local.weight, local.last = local.weights[0], number == len(group)
             numbers: Any = ()
@@ -84,11 +84,15 @@ def _weights(counts: Tensor) -> list[Any]:
     return [[*x.unbind()] for x in counts / total]
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """The same kind of container with its tensors on a device."""
+def _moved(batch: Any, device: torch.device, state: BatchState) -> Any:
+    """The same kind of container with its tensors on a device, of which the state of the batch knows the same."""
 
     def at(x: Any) -> Any:
-        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        moved = x.to(device, non_blocking=True)
+        state.record_moved(x, moved)
+        return moved
 
     make = getattr(batch, "_make", type(batch))  # a named tuple takes its fields one by one
     made = make({name: at(x) for name, x in batch.items()} if isinstance(batch, dict) else map(at, batch))

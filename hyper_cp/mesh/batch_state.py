@@ -61,12 +61,19 @@ class Split:
         return self.ends or ((self.length,) if self.length else ())
 
     @property
-    def padding(self) -> Padding | None:
-        """The positions with which the sequence was filled up; None: none, or unknown."""
+    def places(self) -> Padding | None:
+        """The places of its tokens in values of a share, and of the positions with which it was filled up, if any; None:
+        unknown."""
         ends, padded = self.row_ends, self.padded or self.filled
-        if not ends or not padded or min(ends) == padded or padded == self.ranks:
+        if not ends or not padded or padded == self.ranks:
             return None
         return Padding(ends, padded, padded // self.ranks, self.form)
+
+    @property
+    def padding(self) -> Padding | None:
+        """The positions with which the sequence was filled up; None: none, or unknown."""
+        places = self.places
+        return places if places and places.known else None
 
 
 def _memory(x: Tensor) -> Any:
@@ -286,10 +293,21 @@ class BatchState:
             return
         alive = [(entry, x) for entry, x in self._latest if entry() is not None]
         for number, (x, past) in enumerate(entries):
-            entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
-            self._entries[_memory(x)] = entry, past
+            entry = self._record_entry(x, past)
             if not number:
                 self._latest = [*alive[-BATCHES:], (entry, padding)]
+
+    def _record_entry(self, x: Tensor, past: Tensor | None) -> weakref.ref[Tensor]:
+        entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
+        self._entries[_memory(x)] = entry, past
+        return entry
+
+    def record_moved(self, x: Tensor, moved: Tensor) -> None:
+        """Record the copy of an entry of the last batch on another device, which takes its place."""
+        if moved is not x and (known := self.past_of(x)):
+            entry = self._record_entry(moved, *known)
+            if self._latest[-1][0]() is x:
+                self._latest[-1] = entry, self._latest[-1][1]
 
     def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
         """True where a tensor, which is an entry of a batch or a view of one, holds padding (None: nowhere), broadcast
@@ -309,6 +327,19 @@ class BatchState:
         """That of the batch of this thread's innermost block."""
         split = self._split
         return None if split is None else split.padding
+
+    @property
+    def places_in_block(self) -> Padding | None:
+        """The places of that batch's tokens in values of a share; None: unknown."""
+        split = self._split
+        return None if split is None else split.places
+
+    @property
+    def documents_in_block(self) -> Tensor | None:
+        """Those of :attr:`documents`, which do not count as read."""
+        found: Tensor | None
+        (found,) = checkpoint.batch_state(self, lambda: (self.known_documents,))
+        return found
 
     @property
     def fills(self) -> bool:

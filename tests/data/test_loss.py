@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -512,6 +513,42 @@ def test_what_is_known_of_a_batch_is_remembered(ranks: Any) -> None:
     the batch, in compiled losses, and where another batch was split since; a second block of a batch was refused."""
     for found in ranks(2, remembered_batches):
         assert max(found.values()) <= 1e-12, found
+
+
+@on_ranks
+def masks_of_padded_batches(short: int) -> dict[str, float]:
+    """Errors of means and sums with the padding mask of a batch that has an empty row, with its copies, and with what a
+    loader moves to a device."""
+    handler, g = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail"), torch.Generator().manual_seed(0)
+    x, mask = torch.randn(3, 16 - short, generator=g, dtype=torch.float64), torch.ones(3, 16 - short, dtype=torch.int64)
+    mask[2] = 0
+    mask[1, : 3 * short] = 0
+    want, codes = x[mask > 0].mean(), torch.ones_like(mask)
+    whole, found = {"x": x, "attention_mask": mask, "codes": codes}, {}
+    copying = mock.patch.object(Tensor, "to", lambda x, *_, **how: x.clone() if "non_blocking" in how else x)
+    with copying:  # as from the host to a device
+        (moved,) = handler.loader([whole])
+    for name, batch in ("own", handler.get_batch_on_this_cp_rank(whole)), ("moved", moved):
+        shown = batch["attention_mask"]
+        copied = shown.clone(), shown.bool(), shown.double() * 2, shown.T.clone().T, shown[..., None] > 0
+        masks = {"entry": shown, "view": shown[:], **{f"copy {i}": y for i, y in enumerate(copied)}}
+        with handler.documents(batch):
+            for kind, given in masks.items():
+                losses = batch["x"][..., None] if given.ndim == 3 else batch["x"]
+                found[f"{name}, {kind}"] = handler.mean_loss(losses, mask=given, elsewhere=True) - want
+            pooled = handler.pool(batch["x"], "sum", mask=copied[1])
+        found[f"{name}, behind"] = handler.mean_loss(batch["x"], mask=shown, elsewhere=True) - want
+        found[f"{name}, labels"] = handler.mean_loss(batch["x"], batch["codes"], elsewhere=True) - x.mean()
+        for kind, sums in ("pool", pooled), ("pool behind", handler.pool(batch["x"], "sum", mask=shown)):
+            found[f"{name}, {kind}"] = (sums.sum(1) - (x * mask).sum(1)).abs().max()
+    return {name: abs(float(x)) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_copies_of_masks_leave_padding_out(ranks: Any, short: int) -> None:
+    """Copies hold ones, those that a loader moved to a device too; and an empty row alone was no padding."""
+    for found in ranks(2, masks_of_padded_batches, short):
+        assert max(found.values()) <= 1e-12, {name: x for name, x in found.items() if x > 1e-12}
 
 
 @on_ranks
