@@ -60,8 +60,8 @@ def train(args: argparse.Namespace) -> list[float]:
         loss = model(**batch).loss  # this rank's share of the mean
         loss.backward()
         for p in model.parameters():
-            if p.grad is not None:  # an expert may have had no token
-                dist.all_reduce(p.grad)
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert may have had tokens on others only
+            dist.all_reduce(p.grad)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()

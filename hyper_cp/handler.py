@@ -31,7 +31,7 @@ from .module.mesh_binding import StyledMesh, bindings, swapped
 from .ops import max_logits
 from .ops.differentiable import refuse_dtensor
 from .schedule import layout as layouts
-from .schedule.documents import documents_table, mark_tokens, read, tokens_of
+from .schedule.documents import documents_table, read, tokens_of
 from .schedule.layout import by_documents
 from .style import ContextParallel, style_of
 
@@ -338,8 +338,6 @@ class ContextParallelHandler(Shares):
         copied, ends, filled = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length, (), None
         if isinstance(cu_seqlens, LocalBatch) and not copied:
             table = cu_seqlens.documents
-            if table is not None and cu_seqlens.tokens is not None and tokens_of(table) is None:  # a copy
-                table = mark_tokens(table, cu_seqlens.tokens)
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(
                 f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "

@@ -55,6 +55,11 @@ class LocalBatch:
     counted: Counted = Counted()
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # of a copy, or from a worker: the record of padding belongs to the very table
+        if self.documents is not None and self.tokens is not None:
+            mark_tokens(self.documents, self.tokens)
+
 
 class _Dict(dict[Any, Any], LocalBatch):
     pass

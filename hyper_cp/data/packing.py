@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..schedule.documents import documents_table, ids_tensor, listed, mark_tokens, read
+from ..schedule.documents import documents_table, ids_tensor, listed, mark_tokens, read, tokens_of
 from .sharding import Shares, local_share, padded_table
 
 OFFSETS = (
@@ -263,6 +263,16 @@ class PreparedBatch:
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
     media: Media | None = None
     """Images and videos, until the model has encoded them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: the record of padding belongs to the very table, so it comes beside its copy."""
+        return {**self.__dict__, "padding": tokens_of(self.documents)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        padding = state.pop("padding")
+        self.__dict__.update(state)
+        if self.documents is not None and padding is not None:
+            mark_tokens(self.documents, padding)
 
     @property
     def plain(self) -> bool:

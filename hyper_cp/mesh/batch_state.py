@@ -62,8 +62,8 @@ class Split:
 
     @property
     def places(self) -> Padding | None:
-        """The places of its tokens in values of a share, and of the positions with which it was filled up, if any; None:
-        unknown."""
+        """The places of its tokens in values of a share, and of the positions with which it was filled up, if any.
+        None: unknown."""
         ends, padded = self.row_ends, self.padded or self.filled
         if not ends or not padded or padded == self.ranks:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp.data.packing import attention_state
 from hyper_cp.schedule.documents import read
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
@@ -287,6 +289,29 @@ def test_copies_of_a_batch_keep_its_documents_or_are_refused(ranks: Any) -> None
     for whole, errors in ranks(2, copies_of_a_batch):
         assert whole == [True] * 3
         assert all(error.startswith("TypeError") and "carries no documents" in error for error in errors), errors
+
+
+@on_ranks
+def sums_of_copies() -> dict[str, float]:
+    """Errors of sums over documents that a copy of a batch, or one from a data loader's worker, says."""
+    handler, found = ContextParallelHandler(cp_mesh(), "contiguous"), {}
+    x, mask = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.ones(2, 7)
+    mask[0, :2] = mask[1, :5] = 0
+    local = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": mask})
+    table = local.documents
+    assert table is not None
+    state = attention_state(handler, None, F.pad(mask, (0, local.padded_length - 7)))
+    for name, batch in ("batch", local), ("state", state):
+        for how, copied in ("pickle", pickle.loads(pickle.dumps(batch))), ("deepcopy", copy.deepcopy(batch)):
+            pooled = handler.pool(local["x"], "sum", documents=copied.documents, length=local.padded_length)
+            found[f"{name}, {how}"] = (pooled.sum(1) - (x * mask).sum(1)).abs().max().item()
+    return found
+
+
+def test_copies_of_a_batch_know_its_padding(ranks: Any) -> None:
+    """Their tables of documents took padding for documents."""
+    for found in ranks(2, sums_of_copies):
+        assert max(found.values()) <= 1e-12, found
 
 
 # --------------------------------------------------------------------------- functions of a handler in a checkpoint
