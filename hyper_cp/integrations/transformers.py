@@ -55,6 +55,7 @@ from .huggingface.checks import (
     check_dropped_layers,
     check_entries,
     check_inputs,
+    check_kind_of_loss,
     check_model,
     check_padding,
     counts_mask,
@@ -516,6 +517,7 @@ class DecoderHook:
             )
         if on_one_device:
             state: forward.State = OneDevice(self.implementation)
+            kwargs |= _whole(ready, kwargs)
         elif cache is not None and cache.turn.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
             if self.direct:
@@ -748,6 +750,18 @@ class DecoderHook:
         return mask if mask.shape[1] == length else handler.combine(mask, 1)
 
 
+def _whole(ready: PreparedBatch | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords that ``prepare_batch`` has left out or added, as a model on one device gets them: the padding mask, and
+    no position ids if the batch had none."""
+    made: dict[str, Any] = {}
+    if ready is not None and ready.counted is not None and kwargs.get("attention_mask") is None:
+        device = next((x.device for x in kwargs.values() if isinstance(x, Tensor)), None)
+        made["attention_mask"] = ready.counted.to(device)
+    if ready is not None and ready.numbered and "position_ids" in kwargs:
+        made["position_ids"] = None
+    return made
+
+
 class HeadHook:
     """The hooks of a model around its decoder: they check what its head would do, and correct its router loss."""
 
@@ -782,6 +796,8 @@ class HeadHook:
             check_inputs(model, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
+        elif ready is not None and kwargs.get("shift_labels") is not None:
+            check_kind_of_loss(model, kwargs)
         tokens = next(
             (x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
         )
@@ -791,6 +807,7 @@ class HeadHook:
         documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
         if alone := self.decoder.on_one_device(mesh, documents, ready, kwargs):
             forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
+            made |= _whole(ready, kwargs)
         if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
             makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo import convert_frame
 
 from hyper_cp import context_parallel_mesh, split_cp_mesh
-from tests.harness.hf_causal import MASKED, SEQ2SEQ, tiny_causal
+from tests.harness.hf_causal import CAUSAL, MASKED, SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import SMALL, InDouble, gradients, make, model_of, prepare_batch, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -605,3 +605,47 @@ def test_what_would_be_wrong_for_a_share_is_refused(ranks: Any) -> None:
     for found in ranks(2, refused):
         for (case, error, words), (kind, text) in zip(REFUSED, found, strict=True):
             assert kind == error and re.search(words, text), (case, kind, text)
+
+
+@on_ranks
+def on_one_rank(kind: str, head: str) -> dict[str, float]:
+    """Errors of logits, and of a model's own loss of next tokens, of batches of prepare_batch on a mesh of one rank."""
+    one, ids = tiny_causal(kind, head).eval(), tokens(16)
+    model, handler = prepared(one, ulysses_degree=1, kv_exchange="ring")
+    found = {}
+    for name, first, last in ("no mask", 0, 16), ("padding behind", 0, 9), ("padding before", 7, 16):
+        seen = torch.ones_like(ids)
+        seen[1, :first] = seen[1, last:] = 0
+        batch = {"input_ids": ids, **({} if name == "no mask" else {"attention_mask": seen})}
+        if head != MASKED:
+            labels = ids.masked_fill(seen == 0, -100)
+            labels[1, first] = -100  # padding does not predict the first token
+            batch["labels"] = labels
+        with InDouble(), torch.no_grad():
+            want, got = one(**batch), model(**prepare_batch(handler, batch))
+        found[name] = absolute_error(got.logits[seen > 0], want.logits[seen > 0])
+        if head != MASKED:
+            found[f"{name}, loss"] = absolute_error(got.loss, want.loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind, head",
+    [("bert", MASKED), ("roberta", MASKED), ("modernbert", MASKED), ("roberta", CAUSAL)],
+)
+def test_one_rank_gets_the_batch_of_one_device(ranks: Any, kind: str, head: str) -> None:
+    """Encoders saw padding behind tokens, and RoBERTa counted positions from 0."""
+    (found,) = ranks(1, on_one_rank, kind, head)
+    assert max(found.values()) <= 1e-12, found
+
+
+@on_ranks
+def labels_of_a_masked_model() -> None:
+    model, handler = prepared(tiny_causal("modernbert", MASKED), ulysses_degree=1)
+    model(**prepare_batch(handler, {"input_ids": tokens(16), "labels": tokens(16)}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_of_other_tokens_than_the_next_are_refused(ranks: Any, world: int) -> None:
+    """On one rank the loss was divided by the number of shifted labels."""
+    ranks.raises(world, NotImplementedError, "in which labels are not shifted", labels_of_a_masked_model)

@@ -409,16 +409,23 @@ def counts_mask(decoder: nn.Module) -> bool:
     return "cumsum(" in source_of(type(decoder).forward)
 
 
+def check_kind_of_loss(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise ``NotImplementedError`` for labels of a model whose loss is none of next tokens. (On one rank it would be
+    divided by the number of shifted labels.)"""
+    kind = getattr(model, "loss_type", None)
+    if kwargs.get("labels") is not None and kind not in LOSS_OF_TOKENS:
+        raise NotImplementedError(
+            f"{type(model).__name__} got labels: its loss ({kind}) is a mean over this rank's share, in which labels "
+            "are not shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out "
+            "of what it returns, and pass logits and them to handler.mean_loss"
+        )
+
+
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
     name = type(model).__name__
-    labels, shifted, kind = kwargs.get("labels"), kwargs.get("shift_labels"), getattr(model, "loss_type", None)
-    if labels is not None and kind not in LOSS_OF_TOKENS:
-        raise NotImplementedError(
-            f"{name} got labels: its loss ({kind}) is a mean over this rank's share, in which labels are not "
-            "shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out of what "
-            "it returns, and pass logits and them to handler.mean_loss"
-        )
+    check_kind_of_loss(model, kwargs)
+    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
     if labels is not None:
         _check_own_loss(model)
     reason = why_loss_is_wrong(model) if labels is not None or shifted is not None else None
