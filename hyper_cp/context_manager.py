@@ -388,7 +388,7 @@ class _Routing(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.shares and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.shares:  # no guards on what every block has of its own
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in BACKWARD and not torch.compiler.is_compiling():
             return differentiate(self, func, args, kwargs)

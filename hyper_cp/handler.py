@@ -175,7 +175,8 @@ class ContextParallelHandler(Shares):
 
         Args:
             batches: yields the same whole batches on every rank of the cp mesh: give a ``DistributedSampler`` the
-                data-parallel rank and size.
+                data-parallel rank and size. ``accumulate`` of them are read before the first is split, so a loader
+                that fills one buffer again and again must return copies.
             accumulate: the number of micro-batches before a step of the optimizer. The gradients are then those of the
                 mean over the labels of all of them, however many each has. (An epoch may end with fewer of them.)
             mesh: the mesh of ``mean_loss(mesh=)``, over whose ranks labels are then counted: one small communication

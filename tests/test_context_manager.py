@@ -486,6 +486,35 @@ def test_compiled_models_in_a_block(ranks: Any) -> None:
     assert max(ranks(2, compiled)) <= 1e-10
 
 
+@on_ranks
+def graphs_of_steps() -> list[int]:
+    """The number of graphs after each step, of compiled layers that run in a block of each step's own."""
+    torch._dynamo.reset()
+    made: list[None] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        made.append(None)
+        return graph.forward
+
+    layers, found = nn.ModuleList(Layer(False) for _ in range(3)), []
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(1, LENGTH, 8)
+        with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1]):
+            out: Tensor = x
+            for layer in layers:
+                out = layer(out)
+        found.append(len(made))
+    return found
+
+
+def test_compiled_layers_share_graphs_in_the_blocks_of_all_steps(ranks: Any) -> None:
+    """Graphs had guards on the number of attention calls and on the buffers of their block: each layer had its own,
+    each block compiled them again, and from the ninth graph on layers ran eagerly."""
+    assert ranks(2, graphs_of_steps) == [[2, 2, 2]] * 2  # the first layer's input has no gradient
+
+
 # --------------------------------------------------------------------------- mistakes
 
 

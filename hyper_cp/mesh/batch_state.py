@@ -308,6 +308,8 @@ class BatchState:
             entry = self._record_entry(moved, *known)
             if self._latest[-1][0]() is x:
                 self._latest[-1] = entry, self._latest[-1][1]
+            if any(labels() is x for labels in self._packed[-1:]):
+                self._packed[-1] = entry
 
     def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
         """True where a tensor, which is an entry of a batch or a view of one, holds padding (None: nowhere), broadcast

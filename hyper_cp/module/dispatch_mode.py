@@ -55,13 +55,13 @@ class DispatchMode(EnteredMode):
         if routed is not None and not (call.must_route or routed.whole_too or kwargs.get("sink") is not None):
             routed = None  # whole sequences: the user's own kernel is right
         if routed is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
-            call.routed += 1
+            call.routed = True
             request = routed.read(call.binding.name, *args, **kwargs)
             out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
             return request.to_caller(out)
         if func is decode_attention and call.alive():
             _check_decoding(call, args[1])
-            call.routed += 1
+            call.routed = True
             return func(*args, **kwargs)
         unrouted = attention_calls.spelled(func) if routed is None and call.must_route else None
         if unrouted is not None and call.alive():

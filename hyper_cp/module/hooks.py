@@ -212,7 +212,7 @@ class AttentionHooks:
         call.leave()
         if output is None:  # an exception is on its way, or the module has nothing to give back
             return None
-        if call.must_route and call.routed == 0:
+        if call.must_route and not call.routed:
             raise RuntimeError(
                 f"{self.name} returned without calling F.scaled_dot_product_attention or flex_attention. Other "
                 "attention covers only the local share of the sequence, or ignores the window or the documents. Apply "

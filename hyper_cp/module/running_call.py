@@ -58,8 +58,8 @@ class RunningCall:
     """The DTensor placement with which outputs leave the module (None: local tensors)."""
     stop: Callable[[], None] | None = None
     """Ends the routing of attention calls, if it has begun."""
-    routed: int = 0
-    """Attention calls that were routed so far."""
+    routed: bool = False
+    """True once an attention call was routed. (No count: compiled code would have a guard on it.)"""
     latents: LatentLayer | None = None
     """The layer of the module that expands latents, if the style names one."""
     adapt: Callable[[AttentionRequest], AttentionRequest] | None = None

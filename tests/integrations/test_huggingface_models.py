@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo import convert_frame
+from torch.distributed.fsdp import fully_shard
 
 from hyper_cp import context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import CAUSAL, MASKED, SEQ2SEQ, tiny_causal
@@ -290,6 +291,28 @@ def router_losses() -> dict[str, float]:
         got = direct(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
     found["without prepare_batch"] = absolute_error(sum_over_ranks(got)[0], want)
     return found
+
+
+@on_ranks
+def router_loss_of_a_derived_class(derive: str) -> float:
+    """The error of the router loss of a model whose class FSDP2, or the user, has derived from that of transformers."""
+    model, batch = model_of("mixtral", **MOE), batch_of()
+    with InDouble():
+        want = model(**batch, output_router_logits=True, use_cache=False).aux_loss
+    direct, handler = prepared(model)
+    if derive == "FSDP2":
+        fully_shard(direct, mesh=handler.mesh)
+    else:
+        direct.__class__ = type("OwnMixtral", (type(direct),), {"__module__": __name__})
+    with InDouble():
+        got = direct(**prepare_batch(handler, batch), output_router_logits=True).aux_loss
+    return absolute_error(sum_over_ranks(got)[0], want)
+
+
+@pytest.mark.parametrize("derive", ["FSDP2", "user"])
+def test_classes_derived_from_those_of_transformers_have_router_losses(ranks: Any, derive: str) -> None:
+    """They were refused: the usual function of the loss was not found in the file of the class."""
+    assert max(ranks(2, router_loss_of_a_derived_class, derive)) <= 1e-10
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from copy import copy
 from dataclasses import replace
@@ -29,6 +28,7 @@ from .inkling import QueryBias, with_sinks
 from .latents import NAME, as_latents, expanded, hands_on_latents
 from .qwen4 import Selection
 from .relative import RelativeBias
+from .seams import in_file
 from .selected import under_selection
 from .selected_blocks import of_padding
 
@@ -449,9 +449,8 @@ def _one_device(
     state: OneDevice, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
 ) -> tuple[Tensor, Any]:
     """The attention that the model had before it was prepared."""
-    file = sys.modules[type(module).__module__]
-    known = getattr(file, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
-    attend = known.get(state.implementation, getattr(file, "eager_attention_forward", None))
+    known = in_file(module, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    attend = known.get(state.implementation, in_file(module, "eager_attention_forward"))
     if attend is None:
         raise NotImplementedError(
             f"{type(module).__name__} has no attention function for attn_implementation={state.implementation!r}, "

@@ -35,7 +35,7 @@ from .modules import (
 )
 from .pooled import poolers_of, pools_by_itself
 from .relative import relative_modules
-from .seams import source_of
+from .seams import in_file, source_of
 from .selected import LAYER, selects
 from .two_sequences import HEADS, stacks_of, takes_media
 from .written import makes_biases, writes_out, written_attention
@@ -398,7 +398,7 @@ def position_maker(decoder: nn.Module) -> Callable[[Tensor], Tensor] | None:
     for module in decoder.modules():
         made = getattr(module, name, None)
         if made is None and f" {name}(" in source_of(type(module).forward):  # ESM: a function of its file
-            made = getattr(sys.modules[type(module).__module__], name)
+            made = in_file(module, name)
         if made is not None:
             return partial(made, padding_idx=cast(Any, module).padding_idx)
     return None

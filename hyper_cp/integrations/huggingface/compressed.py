@@ -7,7 +7,6 @@ two parts under one softmax.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries
 from ...schedule.lookup import resolve
 from .forward import ForwardState
-from .seams import known_as, outside_graphs, refuse_batch
+from .seams import in_file, known_as, outside_graphs, refuse_batch
 
 LAYERS = {
     "compressed_sparse_attention": "DeepseekV4CSACompressor",
@@ -85,7 +84,7 @@ def _pooled(owner: Any, hidden: Tensor, state: ForwardState) -> Tensor:
 def _rotated(owner: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     """``[B, H, S, D]`` at positions ``[B, S]``."""
     cos, sin = owner.rotary_emb(x, position_ids=position_ids, layer_type=owner.rope_layer_type)
-    rotated: Tensor = sys.modules[type(owner).__module__].apply_rotary_pos_emb(x, cos, sin)
+    rotated: Tensor = in_file(owner, "apply_rotary_pos_emb")(x, cos, sin)
     return rotated
 
 

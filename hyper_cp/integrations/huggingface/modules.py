@@ -175,7 +175,7 @@ class _Lightning(TorchFunctionMode):
             return a.new_zeros(()).expand(*batch, a.shape[-2], b.shape[-1])
         if func is torch.cat and self.qkv is not None:
             (q, k, v), self.qkv = self.qkv, None
-            self.mixer.routed += 1
+            self.mixer.routed = True
             return self.mixer.recur(q, k, v, -self.module.get_buffer("slope_rate").flatten()).transpose(1, 2)
         return func(*args, **kwargs)
 

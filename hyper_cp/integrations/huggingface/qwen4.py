@@ -8,7 +8,6 @@ device.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...ops.selected_entries import select_entries, tokens_of_entries
 from ...schedule.documents import read, tokens_of
 from ...schedule.layout import by_documents
 from .forward import ForwardState
-from .seams import known_as, outside_graphs
+from .seams import in_file, known_as, outside_graphs
 
 KNOWN = {
     "Qwen4ExpTextQSAIndexer": ("3cb1e00f739a2f6d",),
@@ -49,7 +48,7 @@ def selected(
 ) -> Selection:
     """The forward of an indexer over all ranks."""
     _refuse_batch(type(indexer).__name__, state, attention_mask)
-    rotate = partial(sys.modules[type(indexer).__module__].apply_rotary_pos_emb, k=None)
+    rotate = partial(in_file(indexer, "apply_rotary_pos_emb"), k=None)
     (b, length, _), dim, ratio = hidden.shape, indexer.index_head_dim, indexer.compress_ratio
     cp, documents = state.mesh.views[0], state.batch.documents
     where: dict[str, Any] = {"mesh": cp, "every": ratio, "layout": state.style.mode.layout, "documents": documents}

@@ -8,7 +8,6 @@ fractions of all ranks, which have no gradient, the ranks' shares sum to the los
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data.collectives import by_rank
+from .seams import in_file
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 """The parameters of the usual function ``load_balancing_loss_func``."""
@@ -37,7 +37,7 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
             f"attention_mask has shape {tuple(mask.shape)}, but this rank holds {tuple(tokens.shape[:2])} tokens, and "
             f"the router loss of {type(model).__name__} needs one value for each. Pass the batch through prepare_batch"
         )
-    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    function = in_file(model, "load_balancing_loss_func")
     known = function is not None and list(inspect.signature(function).parameters) == PARAMETERS
     if not known or _coefficient(model) is None or _top_k(model) is None:
         raise NotImplementedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ...ops.config import Call
 from ...ops.kernels.indexer import PER_HEAD
 from ...ops.selection import select
 from .forward import ForwardState
-from .seams import known_as, refuse_batch
+from .seams import in_file, known_as, refuse_batch
 
 LAYER = "minimax_m3_sparse"
 """The type of layers that attend to selected blocks."""
@@ -32,7 +31,7 @@ def selected(
     """The forward of an indexer over all ranks: blocks ``[B, Hkv, S/n, k]``."""
     name = type(indexer).__name__
     refuse_batch(name, state, between="scores blocks with the states of padding")
-    apply_rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    apply_rotary = in_file(indexer, "apply_rotary_pos_emb")
     heads, dim = (*hidden_states.shape[:2], -1, indexer.head_dim), indexer.head_dim
     with torch.no_grad():
         q = indexer.q_norm(indexer.q_proj(hidden_states).view(heads)).transpose(1, 2)

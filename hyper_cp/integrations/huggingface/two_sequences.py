@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from ...module.mesh_binding import Binding
 from ...style import style_of
 from .media import METHODS
 from .outputs import check_ignored
-from .seams import CACHES, source_of
+from .seams import CACHES, in_file, source_of
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -37,7 +36,7 @@ def shifted_by(model: Any) -> Callable[[Tensor], Tensor] | None:
     method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if method is not None:
         return lambda labels: method(labels=labels)
-    function = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    function = in_file(model, "shift_tokens_right")
     config = getattr(model.config, "text_config", model.config)  # Florence 2
     if function is None or list(inspect.signature(function).parameters)[1:] != _SHIFT:
         return None
@@ -49,7 +48,7 @@ _SHIFT = ["pad_token_id", "decoder_start_token_id"]
 
 def mask_maker(stack: Any) -> Callable[[Tensor], Tensor] | None:
     """The function by which a stack makes a mask of ids when it gets none (T5Gemma), or None."""
-    make = getattr(sys.modules[type(stack).__module__], "make_default_2d_attention_mask", None)
+    make = in_file(stack, "make_default_2d_attention_mask")
     return None if make is None else lambda ids: make(ids, ids, stack.config.pad_token_id)
 
 

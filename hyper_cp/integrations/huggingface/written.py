@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +28,7 @@ from .forward import ForwardState, running, state_for
 from .latents import NAME
 from .modules import run_in
 from .relative import RelativeBias
-from .seams import replace_in_file, source_of
+from .seams import in_file, replace_in_file, source_of
 
 PRODUCTS = {torch.matmul: 0, torch.bmm: 0, Tensor.matmul: 0, Tensor.bmm: 0, torch.baddbmm: 1, Tensor.baddbmm: 1}
 """Products of queries and keys, and the place of the queries among their arguments."""
@@ -63,7 +62,7 @@ def writes_out(kind: Any) -> bool:
 
 def makes_biases(decoder: nn.Module) -> bool:
     """True for a decoder whose biases of scores are known."""
-    return bool(BIASES & {*dir(decoder), *vars(sys.modules[type(decoder).__module__])})
+    return any(hasattr(decoder, name) or in_file(decoder, name) is not None for name in BIASES)
 
 
 def record(decoder: PreTrainedModel, modules: list[nn.Module]) -> None:

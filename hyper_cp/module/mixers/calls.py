@@ -45,8 +45,8 @@ class RunningMixer:
     layout: str
     documents: Tensor | None
     ulysses_degree: int | None = 1
-    routed: int = 0
-    """Calls that were routed so far."""
+    routed: bool = False
+    """True once a call was routed."""
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
 
     def alive(self) -> bool:
@@ -427,7 +427,7 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             if not torch.compiler.is_compiling() and (watch := watching.top) is not None:
                 watch.inspect_recurrence(name, (*args, *kwargs.values()))
             return original(*args, **kwargs)
-        mixer.routed += 1
+        mixer.routed = True
         if mixer.module is not None:  # blocks examine checkpoints themselves
             checkpoint.refuse_without_gradients(mixer.name, name, mixer.grad_enabled)
         if not known and not torch.compiler.is_compiling():

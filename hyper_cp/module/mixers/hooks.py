@@ -82,7 +82,7 @@ class MixerHooks:
         if mixer is None or mixer.module is not module:
             return
         running_mixers.remove(mixer)
-        if output is not None and mixer.routed == 0:
+        if output is not None and not mixer.routed:
             raise RuntimeError(
                 f"{self.name} returned without calling one of the functions that context parallelism routes. It ran "
                 "over this rank's share of the sequence only. Pass use_cache=False and no states; if it is another "

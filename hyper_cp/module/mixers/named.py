@@ -195,7 +195,7 @@ class NamedMixerHooks(StyledMixerHooks):
         mixer = running_mixer()
         if mixer is None or mixer.module is not self.module:
             return self.original(*args, **kwargs)
-        mixer.routed += 1
+        mixer.routed = True
         given = self._given(args, kwargs)
         if not torch.compiler.is_compiling() and (now := conditions(self.module)) not in self.compared:
             self._compare(mixer, given)
