@@ -358,7 +358,7 @@ class ContextParallelHandler(Shares):
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
         of_batch = filled, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
-        block = state.enter(table, split)
+        block = state.enter(table, split, tokens_of(table) is not None)
         block.ran = batch.ran
         try:
             yield table
@@ -484,8 +484,10 @@ class ContextParallelHandler(Shares):
         filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
         may be a class. The batch is the one that they are an entry of, or else that of the block. ``of_batch``: at the
         padding that this one has had itself too, whose outputs are other numbers than on one device."""
-        compiled = torch.compiler.is_compiling() and not self.cp.batch.fills
-        return x if compiled or not isinstance(x, Tensor) or not is_int(value) else self._leave_out(x, value, of_batch)
+        if not isinstance(x, Tensor) or not is_int(value):
+            return x
+        exact = torch.compiler.is_compiling() and not self.cp.batch.may_hold_padding(of_batch)
+        return x if exact else self._leave_out(x, value, of_batch)
 
     @torch.compiler.disable(reason="The padding of a batch is known on the host. Compute the loss outside of the graph")
     def _leave_out(self, x: Tensor, value: int, of_batch: bool) -> Tensor:

@@ -91,8 +91,8 @@ def _forget(entries: dict[Any, Any], key: Any, entry: weakref.ref[Tensor]) -> No
 class Block:
     """One entered ``handler.documents`` block, and the calls that have used its documents."""
 
-    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None = None) -> None:
-        self.documents, self.owner, self.split = documents, owner, split
+    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None, hides: bool) -> None:
+        self.documents, self.owner, self.split, self.hides = documents, owner, split, hides
         self.opened = _of_all_meshes.entered
         self.ran = False
         """True if something has run over the whole sequence in the block."""
@@ -113,8 +113,11 @@ class ThreadBlocks:
         self.documents: Tensor | None = None
         self.layouts: list[str] = []
         """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
-        self.fills = False
-        """True if the split of the innermost block's batch has filled up its sequence; an attribute as well."""
+        self.fills: bool | None = None
+        """True if the split of the innermost block's batch has filled up its sequence; None: there is no block. An
+        attribute as well, as is the next."""
+        self.hides = False
+        """True if that batch has padding, of its split or its own."""
 
 
 class _OfAllMeshes(threading.local):
@@ -169,22 +172,24 @@ class BatchState:
         """The first entries of batches that are alive, and of the last one, and their padding."""
         self._entries: dict[Any, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         """Entries of batches that are alive, by their memory, and where they hold padding."""
+        self._recorded_padding = False
+        """True once such an entry has held any."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
 
     # ------------------------------------------------------------------ blocks
 
-    def enter(self, documents: Tensor | None, split: Split | None = None) -> Block:
-        """Make documents (None: a batch without) active in this thread."""
+    def enter(self, documents: Tensor | None, split: Split | None = None, hides: bool = False) -> Block:
+        """Make documents (None: a batch without) active in this thread. ``hides``: they say what is padding."""
         blocks = self._this_thread.blocks
-        block = Block(documents, blocks, split)
+        block = Block(documents, blocks, split, hides)
         block.opened.append(block)
         if not blocks.entered:
             self._threads.append(blocks)
         blocks.entered.append(block)
         blocks.documents = documents
-        blocks.fills = block.fills
+        blocks.fills, blocks.hides = block.fills, block.hides
         return block
 
     @property
@@ -198,7 +203,8 @@ class BatchState:
         block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
-        blocks.fills = bool(blocks.entered) and blocks.entered[-1].fills
+        blocks.fills = blocks.entered[-1].fills if blocks.entered else None
+        blocks.hides = bool(blocks.entered) and blocks.entered[-1].hides
         if not blocks.entered:
             self._threads.remove(blocks)
 
@@ -300,6 +306,7 @@ class BatchState:
     def _record_entry(self, x: Tensor, past: Tensor | None) -> weakref.ref[Tensor]:
         entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
         self._entries[_memory(x)] = entry, past
+        self._recorded_padding |= past is not None
         return entry
 
     def record_moved(self, x: Tensor, moved: Tensor) -> None:
@@ -343,10 +350,11 @@ class BatchState:
         (found,) = checkpoint.batch_state(self, lambda: (self.known_documents,))
         return found
 
-    @property
-    def fills(self) -> bool:
-        """True if that batch has some, for compiled graphs: they are compiled once with it and once without."""
-        return self._this_thread.blocks.fills
+    def may_hold_padding(self, mask: bool) -> bool:
+        """True if labels, or a ``mask``, may hold padding that must not count, for compiled graphs: they are compiled
+        once for such tensors and once for others."""
+        blocks = self._this_thread.blocks
+        return self._recorded_padding if blocks.fills is None else blocks.fills or (mask and blocks.hides)
 
     @property
     def weighed(self) -> Counted:

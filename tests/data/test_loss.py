@@ -526,6 +526,7 @@ def masks_of_padded_batches(short: int) -> dict[str, float]:
     want, codes = x[mask > 0].mean(), torch.ones_like(mask)
     whole, found = {"x": x, "attention_mask": mask, "codes": codes}, {}
     copying = mock.patch.object(Tensor, "to", lambda x, *_, **how: x.clone() if "non_blocking" in how else x)
+    compiled = torch.compile(lambda x, mask: handler.mean_loss(x, mask=mask, elsewhere=True), backend="eager")
     with copying:  # as from the host to a device
         (moved,) = handler.loader([whole])
     for name, batch in ("own", handler.get_batch_on_this_cp_rank(whole)), ("moved", moved):
@@ -537,7 +538,9 @@ def masks_of_padded_batches(short: int) -> dict[str, float]:
                 losses = batch["x"][..., None] if given.ndim == 3 else batch["x"]
                 found[f"{name}, {kind}"] = handler.mean_loss(losses, mask=given, elsewhere=True) - want
             pooled = handler.pool(batch["x"], "sum", mask=copied[1])
+            found[f"{name}, compiled"] = compiled(batch["x"], shown) - want
         found[f"{name}, behind"] = handler.mean_loss(batch["x"], mask=shown, elsewhere=True) - want
+        found[f"{name}, compiled behind"] = compiled(batch["x"], shown) - want
         found[f"{name}, labels"] = handler.mean_loss(batch["x"], batch["codes"], elsewhere=True) - x.mean()
         for kind, sums in ("pool", pooled), ("pool behind", handler.pool(batch["x"], "sum", mask=shown)):
             found[f"{name}, {kind}"] = (sums.sum(1) - (x * mask).sum(1)).abs().max()

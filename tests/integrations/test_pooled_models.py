@@ -105,17 +105,21 @@ def test_losses_in_tuples(ranks: Any) -> None:
 
 @on_ranks
 def padding_is_pooled() -> list[float]:
-    """Errors of a head that takes padding for the last token: that of embeddings, and of unknown ids."""
+    """Errors of a head that takes padding for the last token: that of embeddings, of unknown ids, and of a row of
+    nothing but padding beside rows without any."""
     model, batch = tiny_causal("llama", CLASSES), batch_of()
     unknown = batch["input_ids"] + 1 - batch["attention_mask"]
     found = [error(model, prepared(model), {**batch, "input_ids": unknown})]
+    empty = torch.ones_like(unknown)
+    empty[-1] = 0
+    found.append(error(model, prepared(model), {**batch, "input_ids": unknown * empty, "attention_mask": empty}))
     batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     return [*found, error(model, prepared(model), batch)]
 
 
 def test_padding_that_a_head_takes_for_a_token(ranks: Any) -> None:
     for found in ranks(2, padding_is_pooled):
-        assert len(found) == 2 and max(found) <= 1e-10, found
+        assert len(found) == 3 and max(found) <= 1e-10, found
 
 
 @on_ranks

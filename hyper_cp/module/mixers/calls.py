@@ -348,6 +348,8 @@ def _plain(method: Any) -> FunctionType | None:
     """The function of a method, of a property, or of a global; None for anything else, which is not asked."""
     if type(method) in (staticmethod, classmethod, property):
         method = method.fget if type(method) is property else method.__func__
+    if type(method) is not FunctionType:  # an object in front of a function, such as torch 2.15's @checkpoint
+        method = getattr(method, "__dict__", {}).get("__wrapped__")
     return inspect.unwrap(method) if type(method) is FunctionType else None
 
 

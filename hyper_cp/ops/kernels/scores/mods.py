@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....schedule.blocks import BlockMap, block_map
 from ...writes import Written, unchanged, while_unchanged, written
+from ..derivative import vmap_in_op
 from ..partials import accumulation_dtype
 from . import MaskMod, Score, ScoreMod, Where, register
 
@@ -97,7 +98,7 @@ class Mods(Score):
             raise RuntimeError("these functions need positions")
         numbers = where.batch, where.heads, where.rows, where.cols
         changed = logits
-        with _Evaluation(self.captured, captured):
+        with vmap_in_op(), _Evaluation(self.captured, captured):
             if self.score_mod is not None:
                 changed = _over_tile(self.score_mod, True)(logits, *numbers).to(logits.dtype)
             if self.mask_mod is not None:
