@@ -265,7 +265,7 @@ class PreparedBatch:
     """Images and videos, until the model has encoded them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: the record of padding belongs to the very table, so it comes beside its copy."""
+        """Copy the record of padding, too, which belongs to the very table."""
         return {**self.__dict__, "padding": tokens_of(self.documents)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

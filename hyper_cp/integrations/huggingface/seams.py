@@ -83,8 +83,8 @@ def replace_in_file(kind: type[Any], name: str, make: Callable[[Callable[..., An
 
 
 def in_file(owner: object, name: str, default: Any = None) -> Any:
-    """What the file of an object's class names so, or that of a class which it derives from: users and FSDP2 derive
-    classes in files of their own."""
+    """Look a name up in the file of an object's class, and in those of the classes that it derives from: users and
+    FSDP2 derive classes in files of their own."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(owner).__mro__ if kind.__module__ in sys.modules]
     return next((names[name] for names in files if name in names), default)
 
