@@ -27,6 +27,8 @@ from .sharding import Shares, checked_dim, local_share, padded_table, resolve_la
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
+INPUTS = (*TOKENS, "position_ids")
+"""Entries that are neither labels nor masks."""
 SECOND = ("decoder_", "encoder_")
 """Beginnings of the names of entries that belong to the other sequence of an encoder-decoder."""
 
@@ -351,7 +353,11 @@ class WholeBatch:
         if at is not None and self.padded > self.length:
             past = at >= self.length
         padding = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
-        state.record_batch([(shares[name], self._past(name, past)) for name in self.dims], padding)
+        # Numbers below 0 are no classes: what labels are filled up with is ignored already.
+        ignored = {name for name in self.dims if fill.get(name, 0) < 0 and not shares[name].is_floating_point()}
+        known = {name: None if name in ignored else self._past(name, past) for name in self.dims}
+        state.record_batch([(shares[name], held) for name, held in known.items()], padding)
+        state.has_held_padding |= any(x is not None and name not in INPUTS for name, x in known.items())
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares

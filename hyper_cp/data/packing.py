@@ -308,7 +308,8 @@ def attention_state(
         return PreparedBatch(documents, layout=handler.layout)
     host, rows = runs(mask)
     begins = host.int().diff(dim=1) > 0  # a token behind padding
-    if not bool((begins.any(1) | ~host.any(1)).any()):  # rows of nothing but padding see none of it either
+    empty = ~host.any(1) & (mask.shape[1] > 0)  # rows of nothing but padding, which see none of it either
+    if not bool((begins.any(1) | empty).any()):
         return PreparedBatch(documents, layout=handler.layout)
     tokens = mask.bool()
     if documents is not None or bool((begins.sum(1) + host[:, 0] > 1).any()):

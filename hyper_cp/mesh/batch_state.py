@@ -172,8 +172,8 @@ class BatchState:
         """The first entries of batches that are alive, and of the last one, and their padding."""
         self._entries: dict[Any, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         """Entries of batches that are alive, by their memory, and where they hold padding."""
-        self._recorded_padding = False
-        """True once such an entry has held any."""
+        self.has_held_padding = False
+        """True once one that may be labels or a mask has held any."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
@@ -306,7 +306,6 @@ class BatchState:
     def _record_entry(self, x: Tensor, past: Tensor | None) -> weakref.ref[Tensor]:
         entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
         self._entries[_memory(x)] = entry, past
-        self._recorded_padding |= past is not None
         return entry
 
     def record_moved(self, x: Tensor, moved: Tensor) -> None:
@@ -354,7 +353,7 @@ class BatchState:
         """True if labels, or a ``mask``, may hold padding that must not count, for compiled graphs: they are compiled
         once for such tensors and once for others."""
         blocks = self._this_thread.blocks
-        return self._recorded_padding if blocks.fills is None else blocks.fills or (mask and blocks.hides)
+        return self.has_held_padding if blocks.fills is None else blocks.fills or (mask and blocks.hides)
 
     @property
     def weighed(self) -> Counted:
