@@ -358,7 +358,8 @@ class ContextParallelHandler(Shares):
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
         of_batch = filled, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
-        block = state.enter(table, split, tokens_of(table) is not None)
+        hides = not torch.compiler.is_compiling() and tokens_of(table) is not None
+        block = state.enter(table, split, hides)
         block.ran = batch.ran
         try:
             yield table
@@ -429,9 +430,9 @@ class ContextParallelHandler(Shares):
             losses: losses of this rank's tokens, ``[B, S/n]`` (``reduction="none"``), or logits ``[B, S/n, V]`` with
                 ``labels``, or with ``head`` hidden states ``[B, S/n, width]``. Half precision is added up in fp32.
             labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count (without labels all do).
-            mask: ``[B, S/n]``, bool or weights: a weighted mean. In the block of its batch padding never counts. The
-                entry ``attention_mask`` of a batch stands for the mask that the whole batch had. (Its copies hold ones:
-                behind the block, ``dispatch`` the mask.)
+            mask: ``[B, S/n]``, bool or weights: a weighted mean. The entry ``attention_mask`` of a batch stands for the
+                mask that the whole batch had, and so do copies of it and masks of yours in the block of the batch.
+                (Copies hold ones: behind the block, ``dispatch`` the mask.) Other entries are taken as they are.
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
                 cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
                 over its ranks. The cp ranks must be in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -12,20 +13,28 @@ import torch
 import torch._dynamo.config
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh, styled_modules
+from hyper_cp import (
+    ContextParallel,
+    ContextParallelHandler,
+    RecurrentContextParallel,
+    context_parallel_mesh,
+    split_cp_mesh,
+    styled_modules,
+)
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
 from hyper_cp.mesh import comm
 from tests.harness import modules
 from tests.harness.operators import Operators
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import named_error, on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, named_error, on_ranks, sum_over_ranks
+from tests.harness.recurrence_oracle import recur
 
 S = 32
 CONFIG = LlamaConfig(dim=32, heads=8, kv_heads=4, hidden=48)
@@ -401,3 +410,83 @@ def refused(what: str) -> None:
 @pytest.mark.parametrize("what", REFUSED)
 def test_wrong_meshes_are_refused(ranks: Any, what: str) -> None:
     ranks.raises(4, *named_error(REFUSED[what][0]), refused, what)
+
+
+class Beside(nn.Module):
+    """Attention, and something beside it that mixes positions."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.embed, self.what = nn.Embedding(S, 8), what
+        self.attend, self.other = Attend(), nn.Conv1d(8, 8, 3, padding=1) if what == "module" else Attend()
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        y = self.attend(x + self.embed(torch.arange(x.shape[1])[None] if self.what == "positions" else at))
+        if self.what == "module":
+            return self.other(y.mT).mT
+        return y.cumsum(1) if self.what == "function" else self.other(y) if self.what == "attention" else y
+
+
+class Attend(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(2, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@on_ranks
+def planned_on_one_rank(what: str) -> list[str]:
+    """The error, or the warnings, of the first forward on two ranks of a model that was planned and has run on one."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    model = Beside(what)
+    parallelize_module(model, family.cp(1), {"attend": ContextParallel(qkv_indices=None, ulysses_degree=1)})
+    x, at = torch.randn(1, 16, 8), torch.arange(16)[None]
+    model(x, at)
+    with warnings.catch_warnings(record=True) as found, context_parallel_mesh(model, family.cp(2)) as handler:
+        warnings.simplefilter("always")
+        error = error_of(lambda: model(handler.dispatch(x, 1), handler.dispatch(at, 1)))
+    return [error] if error else [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("module", "convolves 3 neighbouring positions"),
+        ("attention", "on this rank's share"),
+        ("function", "calls cumsum on a tensor"),
+        ("positions", "got positions 0, 1, 2"),
+        ("nothing", ""),
+    ],
+)
+def test_models_that_were_planned_on_one_rank_are_guarded_on_more(ranks: Any, what: str, words: str) -> None:
+    """Neither their modules nor their first forward were examined: all ran over a rank's share, without a word."""
+    for rank, found in enumerate(ranks(2, planned_on_one_rank, what)):
+        if what == "nothing" or (what == "positions" and rank == 0):  # which holds these positions
+            assert not found
+        else:
+            assert len(found) == 1 and words in found[0], found
+
+
+class Rule(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return recur(q, k, v, g, None, None)
+
+
+@on_ranks
+def compared_on_one_rank() -> float:
+    """The error on two ranks of a module that has been compared with its own forward on one rank of them only."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    style = RecurrentContextParallel(kind="linear_recurrence", arguments={"decay": "g"})
+    rule = parallelize_module(Rule(), family.cp(2), style)
+    whole = [torch.randn(1, 12, 2, 4, dtype=torch.float64) for _ in "qkv"]
+    whole.append(-torch.rand(1, 12, 2, dtype=torch.float64))
+    documents = [0, 5, 12] if family.rank == 0 else None  # where there are some, it is replaced on one rank, too
+    with context_parallel_mesh(rule, family.cp(1)) as handler, handler.documents(documents):
+        rule(*whole)
+    handler = ContextParallelHandler.of(rule)
+    out = rule(*[handler.dispatch(x, 1) for x in whole])
+    return relative_error(handler.combine(out, 1), Rule()(*whole))
+
+
+def test_a_module_that_one_rank_has_compared_is_compared_on_all(ranks: Any) -> None:
+    """The other rank compared alone, and both ended with an error of different calls."""
+    assert max(ranks(2, compared_on_one_rank)) <= 1e-12

@@ -158,8 +158,7 @@ def prepare_model(
         hook.attach(stack)
         if model is not stack:
             hook.around = ref(model)
-        if hook.binding.active.parallel:
-            watch(stack, known=True)
+        watch(stack, known=True)
         attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
     if len(stacks) > 1:
@@ -517,7 +516,7 @@ class DecoderHook:
             )
         if on_one_device:
             state: forward.State = OneDevice(self.implementation)
-            kwargs |= _whole(ready, kwargs)
+            kwargs |= _whole(ready, args, kwargs)
         elif cache is not None and cache.turn.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
             if self.direct:
@@ -750,14 +749,18 @@ class DecoderHook:
         return mask if mask.shape[1] == length else handler.combine(mask, 1)
 
 
-def _whole(ready: PreparedBatch | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _whole(ready: PreparedBatch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keywords that ``prepare_batch`` has left out or added, as a model on one device gets them: the padding mask, and
-    no position ids if the batch had none."""
+    no position ids if the batch had none. (None where others have added tokens, whose mask is theirs to make.)"""
+    tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    if ready is None or tokens is None or ready.length != tokens.shape[1]:
+        return {}
+    if any(kwargs.get(name) is not None for name in CACHES):
+        return {}
     made: dict[str, Any] = {}
-    if ready is not None and ready.counted is not None and kwargs.get("attention_mask") is None:
-        device = next((x.device for x in kwargs.values() if isinstance(x, Tensor)), None)
-        made["attention_mask"] = ready.counted.to(device)
-    if ready is not None and ready.numbered and "position_ids" in kwargs:
+    if ready.counted is not None and kwargs.get("attention_mask") is None:
+        made["attention_mask"] = ready.counted.to(tokens.device)
+    if ready.numbered and "position_ids" in kwargs:
         made["position_ids"] = None
     return made
 
@@ -807,7 +810,7 @@ class HeadHook:
         documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
         if alone := self.decoder.on_one_device(mesh, documents, ready, kwargs):
             forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
-            made |= _whole(ready, kwargs)
+            made |= _whole(ready, args, kwargs)
         if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
             makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from logging import getLogger
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -178,22 +178,39 @@ def refuse_uncalled(module: nn.Module) -> None:
 
 
 def guard_plan(module: nn.Module, binding: Binding, mesh: DeviceMesh) -> None:
-    """Search the model of the plan that is being applied, once a plan, and have its first forward watched."""
+    """Search the model of the plan that is being applied, once a plan, and have its first forward watched. On a mesh of
+    one rank both wait for a wider one (``context_parallel_mesh``)."""
     global _searched
-    if mesh.size() == 1:
-        return
     call, root, allow = plan_being_applied()
     root = module if root is None else root
-    if call is None or call != _searched[0] or _searched[1]() is not root:
-        style, views = binding.style, binding.active.views
-        sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
-        refuse_mixing(Model(root, (*style.allow, *allow)), (type(module),) if sees_all else ())
+    if mesh.size() > 1 and (call is None or call != _searched[0] or _searched[1]() is not root):
+        refuse_mixing(Model(root, (*binding.style.allow, *allow)), _sees_all(binding, module))
         _searched = call, ref(root)
     agreement = binding.active.views[0].agreement
     binding.applied = ref(root), 0 if agreement is None else agreement.number_of_plan(root)
-    binding.first_call = guard_running
+    binding.first_call = guard_running if mesh.size() > 1 else _guard_wider
     if root is not module and not _watched(root):
         watch(root)
+
+
+_guarded_wider: WeakSet[nn.Module] = WeakSet()
+"""Models whose plan was applied on one rank, and that have been searched since."""
+
+
+def _guard_wider(binding: Binding, module: nn.Module) -> None:
+    """Search the model of a plan that was applied on one rank, in its first forward on more."""
+    root = None if binding.applied is None else binding.applied[0]()
+    if root is None or root is module:
+        guard_running(binding, module)
+    elif root not in _guarded_wider:
+        _guarded_wider.add(root)
+        refuse_mixing(Model(root, binding.style.allow), _sees_all(binding, module))
+
+
+def _sees_all(binding: Binding, module: nn.Module) -> tuple[type, ...]:
+    """The type of a styled module that receives whole sequences."""
+    whole = all(cp.ring.size == 1 for cp in binding.active.views)
+    return (type(module),) if binding.style.qkv_indices is not None and whole else ()
 
 
 def guard_model(root: nn.Module, allow: tuple[str, ...], whole: tuple[type[nn.Module], ...] = ()) -> None:
@@ -209,9 +226,7 @@ def guard_running(binding: Binding, module: nn.Module) -> None:
     root = model_of(module).root
     if root is module or any(_watched(outer) for outer in running_modules()):
         return
-    style, views = binding.style, binding.active.views
-    sees_all = style.qkv_indices is not None and all(cp.ring.size == 1 for cp in views)
-    guard_model(root, style.allow, (type(module),) if sees_all else ())
+    guard_model(root, binding.style.allow, _sees_all(binding, module))
 
 
 def _watched(root: nn.Module) -> bool:
@@ -239,6 +254,8 @@ class FirstForward(EnteredMode):
         """The modes whose first forward has been watched, training and evaluation: other modules may run in each."""
         self.thread: int | None = None
         """The thread in which the first forward runs; None while it does not run."""
+        self.alone: Binding | None = None
+        """A styled module of the model that has run on one rank only, where there is nothing to watch."""
         self.unrouted: list[tuple[str, str, int | None, str]] = []
         """Calls that were not routed: module name, beginning and end of the error, number of positions."""
 
@@ -253,11 +270,15 @@ class FirstForward(EnteredMode):
             if self.thread != threading.get_ident() or calls_running(root) > 1:
                 return
             self._end()  # a KeyboardInterrupt ended that forward without its hooks
+        if self.alone is not None and not self.alone.active.parallel:
+            return
         if any(is_compiled(module) for module in (*running_modules(), *root.modules())):
             self.done = {True, False}  # graphs would be compiled for this forward, and again without the watch
             return
         self.model = Model(root)
-        if any(binding.active.parallel for binding in self.model.styled.values()):
+        parallel = any(binding.active.parallel for binding in self.model.styled.values())
+        self.alone = None if parallel else next(iter(self.model.styled.values()), None)
+        if parallel:
             self.thread, self.unrouted = threading.get_ident(), []
             self.__enter__()
             if not self.known:

@@ -43,7 +43,7 @@ class LatentLayer:
         self.shared: bool | None = None
         """True if all heads have one rotary part; None before the first call."""
         self.compared: set[object] = set()
-        """The conditions in which keys and values have been compared."""
+        """The meshes and conditions in which keys and values have been compared."""
         self.unclear = False
         """True if keys may depend on parameters that latents would drop."""
         found.register_forward_pre_hook(self.keep, with_kwargs=True)
@@ -80,7 +80,7 @@ class LatentLayer:
             return k, v, call
         latent, weight, bias = found
         plain = len(weight) // q.shape[1] - v.shape[3]
-        now = None if torch.compiler.is_compiling() else conditions(self.module)
+        now = None if torch.compiler.is_compiling() else (cp.key, conditions(self.module))
         if now is not None and now not in self.compared:
             before = self.shared
             if not self._compare(cp, latent, q, k, v, weight, bias, plain):

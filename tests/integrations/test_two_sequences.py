@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import InDouble, prepare_model, tokens
+from tests.harness.hf_models import InDouble, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.ranks import error_of, on_ranks
 from tests.integrations.test_image_keys import errors_of_pair
 
@@ -89,3 +89,15 @@ def on_another_mesh() -> list[float]:
 def test_both_stacks_change_their_mesh(ranks: Any) -> None:
     for found in ranks(2, on_another_mesh):
         assert len(found) == 3 and max(found) <= 1e-12, found
+
+
+@on_ranks
+def source_of_prepare_batch() -> None:
+    model, handler = prepared(tiny_causal("bart", SEQ2SEQ), ulysses_degree=1)
+    model(**prepare_batch(handler, {"input_ids": tokens(16), "attention_mask": padded(16, 0, 5).clamp(max=1)}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_source_that_was_split_is_refused(ranks: Any, world: int) -> None:
+    """On one rank the model took it, and saw its padding."""
+    ranks.raises(world, NotImplementedError, "got context_parallel. It splits its source", source_of_prepare_batch)

@@ -347,6 +347,27 @@ def test_a_compiled_step_may_split_its_batch(ranks: Any) -> None:
 
 
 @on_ranks
+def block_in_one_graph() -> float:
+    """The error of a compiled function without graph breaks that enters the block of its packed batch."""
+    block = styled_block(2, {"ulysses_degree": 1})
+    handler = ContextParallelHandler.of(block)
+    x = torch.randn(1, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "cu_seqlens": torch.tensor([0, 5, 16])})
+
+    def step(x: Tensor) -> Tensor:
+        with handler.documents(batch):
+            out: Tensor = block(x)
+        return out
+
+    want = step(batch["x"]).detach()
+    return relative_error(torch.compile(step, backend="eager", fullgraph=True)(batch["x"]).detach(), want)
+
+
+def test_a_block_may_be_entered_in_one_graph(ranks: Any) -> None:
+    assert max(ranks(2, block_in_one_graph, timeout=300)) <= 1e-12
+
+
+@on_ranks
 def first_calls(dynamic: bool | None) -> float:
     """The worst error of compiled functions, of which the first is the first call on its mesh."""
     mesh, worst = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), 0.0

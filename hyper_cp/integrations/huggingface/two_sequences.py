@@ -114,15 +114,16 @@ class SourceTargetHook:
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the labels, and make the whole input of the decoder of them."""
         self.labels = self.source = self.counts = None
-        if not self.of_decoder.active.parallel:
-            return None
-        name = type(model).__name__
-        wrong = [x for x in ("encoder_outputs", *CACHES, "context_parallel") if kwargs.get(x) is not None]
-        if wrong or len(args) > 1:
+        name, parallel = type(model).__name__, self.of_decoder.active.parallel
+        not_shared = ("encoder_outputs", *CACHES) if parallel else ()
+        wrong = [x for x in (*not_shared, "context_parallel") if kwargs.get(x) is not None]
+        if wrong or (parallel and len(args) > 1):
             raise NotImplementedError(
                 f"{name} got {', '.join(wrong) or 'positional arguments'}. It splits its source and its target by "
                 "itself. Pass the whole batch, by keyword: input_ids, attention_mask, labels"
             )
+        if not parallel:
+            return None
         if take_documents(dict(kwargs)) is not None:
             raise NotImplementedError(
                 f"{name} got packed documents. Its source and its target are two sequences with boundaries of their "

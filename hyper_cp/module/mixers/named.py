@@ -180,7 +180,7 @@ class NamedMixerHooks(StyledMixerHooks):
         self.module, self.original = module, module.forward
         """The module, and the forward that is replaced."""
         self.compared: set[object] = set()
-        """The conditions in which both have been compared."""
+        """The meshes and conditions in which both have been compared: on another mesh, some ranks may not have."""
 
     def check_calls(self, module: nn.Module) -> None:
         """A module of this kind need not call anything."""
@@ -197,7 +197,7 @@ class NamedMixerHooks(StyledMixerHooks):
             return self.original(*args, **kwargs)
         mixer.routed = True
         given = self._given(args, kwargs)
-        if not torch.compiler.is_compiling() and (now := conditions(self.module)) not in self.compared:
+        if not torch.compiler.is_compiling() and (now := (mixer.cp.key, conditions(self.module))) not in self.compared:
             self._compare(mixer, given)
             self.compared.add(now)
         return self._computed(mixer, given)
