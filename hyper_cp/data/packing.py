@@ -269,7 +269,7 @@ class PreparedBatch:
         return {**self.__dict__, "padding": tokens_of(self.documents)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        padding = state.pop("padding")
+        padding = state.pop("padding", None)
         self.__dict__.update(state)
         if self.documents is not None and padding is not None:
             mark_tokens(self.documents, padding)
