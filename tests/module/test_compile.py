@@ -363,6 +363,7 @@ def block_in_one_graph() -> float:
     return relative_error(torch.compile(step, backend="eager", fullgraph=True)(batch["x"]).detach(), want)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo of older versions cannot read a batch in a graph")
 def test_a_block_may_be_entered_in_one_graph(ranks: Any) -> None:
     assert max(ranks(2, block_in_one_graph, timeout=300)) <= 1e-12
 
