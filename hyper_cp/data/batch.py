@@ -20,7 +20,7 @@ from ..mesh.arguments import check_int, check_type, is_int
 from ..mesh.batch_state import Counted
 from ..mesh.padding import Form, Padding
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, documents_table, mark_tokens, read, tokens_of
+from ..schedule.documents import PackedDocuments, documents_table, mark_copy, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
 from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
@@ -58,9 +58,8 @@ class LocalBatch:
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # of a copy, or from a worker: the record of padding belongs to the very table
-        if self.documents is not None and self.tokens is not None:
-            mark_tokens(self.documents, self.tokens)
+        self.__dict__.update(state)
+        mark_copy(self.documents, self.tokens)
 
 
 class _Dict(dict[Any, Any], LocalBatch):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..schedule.documents import documents_table, ids_tensor, listed, mark_tokens, read, tokens_of
+from ..schedule.documents import documents_table, ids_tensor, listed, mark_copy, mark_tokens, read, tokens_of
 from .sharding import Shares, local_share, padded_table
 
 OFFSETS = (
@@ -265,14 +265,12 @@ class PreparedBatch:
     """Images and videos, until the model has encoded them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the record of padding, too, which belongs to the very table."""
         return {**self.__dict__, "padding": tokens_of(self.documents)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         padding = state.pop("padding", None)
         self.__dict__.update(state)
-        if self.documents is not None and padding is not None:
-            mark_tokens(self.documents, padding)
+        mark_copy(self.documents, padding)
 
     @property
     def plain(self) -> bool:

@@ -516,7 +516,7 @@ class DecoderHook:
             )
         if on_one_device:
             state: forward.State = OneDevice(self.implementation)
-            kwargs |= _whole(ready, args, kwargs)
+            kwargs |= _whole(ready, _tokens_in(args, kwargs), kwargs)
         elif cache is not None and cache.turn.prompt is None:  # new tokens, which all ranks have
             state = ForwardState(PreparedBatch(), self.binding.style, mesh, frozenset(kwargs), cache=cache)
             if self.direct:
@@ -749,10 +749,14 @@ class DecoderHook:
         return mask if mask.shape[1] == length else handler.combine(mask, 1)
 
 
-def _whole(ready: PreparedBatch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tokens that a model was called with, or their embeddings; None if it got neither."""
+    return next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+
+
+def _whole(ready: PreparedBatch | None, tokens: Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keywords that ``prepare_batch`` has left out or added, as a model on one device gets them: the padding mask, and
     no position ids if the batch had none. (None where others have added tokens, whose mask is theirs to make.)"""
-    tokens = next((x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
     if ready is None or tokens is None or ready.length != tokens.shape[1]:
         return {}
     if any(kwargs.get(name) is not None for name in CACHES):
@@ -801,16 +805,13 @@ class HeadHook:
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
         elif ready is not None and kwargs.get("shift_labels") is not None:
             check_kind_of_loss(model, kwargs)
-        tokens = next(
-            (x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
-        )
+        tokens = _tokens_in(args, kwargs)
         made: dict[str, Any] = dict(kept)
         self.decoder.made_mask = ready is not None and kwargs.get("attention_mask") is None and makes_mask(model)
         mesh = self.decoder.binding.active
         documents = mesh.views[0].batch.documents, take_documents(dict(kwargs))
         if alone := self.decoder.on_one_device(mesh, documents, ready, kwargs):
             forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
-            made |= _whole(ready, args, kwargs)
         if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
             makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
@@ -819,6 +820,8 @@ class HeadHook:
                 made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
             if not alone and not ready.token_types and always_overlays(model) and kwargs.get("attention_mask") is None:
                 made["attention_mask"] = create_masks_for_generate(model.config, tokens, None, None)
+        if alone:
+            made = {**_whole(ready, tokens, kwargs), **made}
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
 
     @staticmethod

@@ -276,7 +276,8 @@ class BatchState:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        split, of_block = self._split, self.padding_in_block
+        split = self._split
+        of_block = None if split is None else split.padding
         even = split is not None and split.length and split.length == split.padded
         if of_block is None and (even or not self._latest):
             return None
@@ -331,14 +332,8 @@ class BatchState:
         return (cells.as_strided(x.shape, x.stride(), x.storage_offset()),)
 
     @property
-    def padding_in_block(self) -> Padding | None:
-        """That of the batch of this thread's innermost block."""
-        split = self._split
-        return None if split is None else split.padding
-
-    @property
     def places_in_block(self) -> Padding | None:
-        """The places of that batch's tokens in values of a share; None: unknown."""
+        """The places of tokens, of the batch of this thread's innermost block, in values of a share; None: unknown."""
         split = self._split
         return None if split is None else split.places
 

@@ -236,6 +236,13 @@ def mark_tokens(table: Tensor, tokens: Tensor) -> Tensor:
     return table
 
 
+def mark_copy(table: Tensor | None, tokens: Tensor | None) -> None:
+    """Record the padding of a table also for its copy: the record belongs to the very tensor, which a data loader's
+    worker, ``pickle`` and ``copy.deepcopy`` make anew."""
+    if table is not None and tokens is not None:
+        mark_tokens(table, tokens)
+
+
 def tokens_of(table: Tensor | None) -> Tensor | None:
     """The record of :func:`mark_tokens` for this very table; None: no padding is known."""
     found: Tensor | None = None if table is None else _tokens.get(table)
