@@ -25,8 +25,8 @@ from .data.pooling import pool
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
-from .mesh.batch_state import Split
 from .mesh.cp_mesh import CPMesh
+from .mesh.split import Split
 from .module.mesh_binding import StyledMesh, bindings, swapped
 from .ops import max_logits
 from .ops.differentiable import refuse_dtensor
@@ -493,7 +493,7 @@ class ContextParallelHandler(Shares):
     @torch.compiler.disable(reason="The padding of a batch is known on the host. Compute the loss outside of the graph")
     def _leave_out(self, x: Tensor, value: int, of_batch: bool) -> Tensor:
         state, shape = self.cp.batch, tuple(x.shape)
-        if known := state.past_of(x):
+        if known := state.entries.past_of(x):
             return x if known[0] is None else x.masked_fill(known[0].to(x.device), value)
         places, tokens = state.places_in_block, tokens_of(state.documents_in_block) if of_batch else None
         if places is None or not (places.known or tokens is not None):

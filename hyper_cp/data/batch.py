@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
-from ..mesh.batch_state import Counted
 from ..mesh.padding import Form, Padding
+from ..mesh.split import Counted
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_copy, mark_tokens, read, tokens_of
 from .loss import check_ignore_index
@@ -355,8 +355,8 @@ class WholeBatch:
         # Numbers below 0 are no classes: what labels are filled up with is ignored already.
         ignored = {name for name in self.dims if fill.get(name, 0) < 0 and not shares[name].is_floating_point()}
         known = {name: None if name in ignored else self._past(name, past) for name in self.dims}
-        state.record_batch([(shares[name], held) for name, held in known.items()], padding)
-        state.has_held_padding |= any(x is not None and name not in INPUTS for name, x in known.items())
+        state.entries.record([(shares[name], held) for name, held in known.items()], padding)
+        state.entries.held_padding |= any(x is not None and name not in INPUTS for name, x in known.items())
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares

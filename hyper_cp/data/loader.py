@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.arguments import check_int, check_type
-from ..mesh.batch_state import BatchState, Counted
+from ..mesh.batch_state import BatchState
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.split import Counted
 from .batch import Unsplit
 from .collectives import by_rank
 from .loss import ranks_of

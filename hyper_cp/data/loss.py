@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..mesh.arguments import check_choice, check_type, is_int
-from ..mesh.batch_state import BatchState, Counted
+from ..mesh.batch_state import BatchState
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
+from ..mesh.split import Counted
 from .collectives import by_rank, with_gradient_of
 
 
@@ -201,10 +202,10 @@ def check_share(cp: CPMesh, per_token: Any) -> None:
             "to the styled modules",
             stacklevel=3,
         )
-    if cp.size == 1 or len(shape) != 2 or any(map(state.is_share, shape)):
+    if cp.size == 1 or len(shape) != 2 or any(n in state.lengths for n in shape):
         return
     length = max(shape)
-    if state.is_share(length + 1):
+    if length + 1 in state.lengths:
         raise ValueError(
             f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
             f"{length + 1}. If they were shifted after sharding, every rank lacks the label of its last token. "

@@ -31,7 +31,7 @@ def pool(
 ) -> Tensor:
     """See :meth:`hyper_cp.ContextParallelHandler.pool`."""
     _check(x, reduce, mask)
-    if mask is not None and (known := shares.cp.batch.past_of(mask)) and known[0] is not None:
+    if mask is not None and (known := shares.cp.batch.entries.past_of(mask)) and known[0] is not None:
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
     factor = gradient_factor(shares.cp, x, gradients, "pool")
     at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length)

@@ -161,7 +161,7 @@ class Shares:
         Source: ``roll_tensor`` of Megatron-LM's multi-token prediction; there one position to the left.
         """
         seq_dim = checked_dim(tensor, dims, "dims")
-        shares = self.cp.batch.shares
+        shares = self.cp.batch.lengths.made
         if dims == -1 and tensor.shape[-1] not in shares and shares & {*tensor.shape[1:]}:
             warnings.warn(
                 f"roll_tensor shifts the last dimension of a tensor {tuple(tensor.shape)}, which is not as long as a "
@@ -227,7 +227,7 @@ class Shares:
         if pad_value is not None and self.padded_length(length) > length:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
-        self.cp.batch.record_length(tensor.shape[seq_dim] // self.cp.size, split=True)
+        self.cp.batch.lengths.record(tensor.shape[seq_dim] // self.cp.size, split=True)
         if self.cp.agreement is not None and not torch.compiler.is_compiling():
             self.cp.agreement.compare_tokens_later(tensor, self.style_of_model)
         ranges = resolved.ranges(self.cp.rank)

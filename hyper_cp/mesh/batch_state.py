@@ -1,91 +1,21 @@
-"""The state of the batch that a cp mesh works on: its documents, by block and thread, and the lengths of its shares."""
+"""The state of the batch that a cp mesh works on: its documents, by block and thread, and what is known of batches."""
 
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import checkpoint
-from .padding import Form, Padding
+from .entries import Entries
+from .padding import Padding
+from .share_lengths import ShareLengths
+from .split import Counted, Split
 
-LENGTHS = 16
-"""Lengths of shares that are recorded; the oldest is dropped."""
-BATCHES = 64
-"""Batches that are alive and recorded, beside the last one."""
-FEW = 64
-"""The most tokens that a model is expected to add to its sequence, such as registers."""
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The labels of a batch that were counted for its weight in an accumulation."""
-
-    ranks: tuple[int, ...] = ()
-    """The ranks over which they were counted; (): the batch has no weight."""
-    numbers: tuple[int, ...] = ()
-    """Labels of next tokens, and of each further one; (): they are on a device, for which the host would wait."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """The layout and the sizes in which a handler has split the batch of a block."""
-
-    layout: str
-    ranks: int
-    length: int | None = None
-    """Positions of the sequence before padding; None: the block was entered without a batch."""
-    padded: int | None = None
-    ends: tuple[int, ...] = ()
-    """The positions before padding of each row of documents that the block was entered with instead."""
-    filled: int | None = None
-    """Their positions with padding."""
-    form: Form = field(default_factory=Form)
-    counted: Counted = Counted()
-
-    @property
-    def share(self) -> int | None:
-        """Positions of each rank."""
-        return None if self.padded is None else self.padded // self.ranks
-
-    @property
-    def row_ends(self) -> tuple[int, ...]:
-        """The positions before padding of each row of documents, or of all rows in one number; (): unknown."""
-        return self.ends or ((self.length,) if self.length else ())
-
-    @property
-    def places(self) -> Padding | None:
-        """The places of its tokens in values of a share, and of the positions with which it was filled up, if any.
-        None: unknown."""
-        ends, padded = self.row_ends, self.padded or self.filled
-        if not ends or not padded or padded == self.ranks:
-            return None
-        return Padding(ends, padded, padded // self.ranks, self.form)
-
-    @property
-    def padding(self) -> Padding | None:
-        """The positions with which the sequence was filled up; None: none, or unknown."""
-        places = self.places
-        return places if places and places.known else None
-
-
-def _memory(x: Tensor) -> Any:
-    """Names the memory of a tensor, in which its views lie too."""
-    if type(x) is not Tensor or x.layout != torch.strided or not x.untyped_storage().nbytes():
-        return id(x)
-    return x.device, x.untyped_storage().data_ptr()
-
-
-def _forget(entries: dict[Any, Any], key: Any, entry: weakref.ref[Tensor]) -> None:
-    if key in entries and entries[key][0] is entry:  # else the memory has another entry by now
-        del entries[key]
+PACKED = 16
+"""Batches with packed documents whose labels are known; the oldest is dropped."""
 
 
 class Block:
@@ -138,18 +68,17 @@ class _ThisThread(threading.local):
 
 
 class BatchState:
-    """The active documents of a mesh, and the lengths of its shares; all views of the mesh share it.
+    """The active documents of a mesh, and what is known of its batches; all views of the mesh share it.
 
     A block belongs to the thread that entered it. Another thread does not see it, with one exception: backward runs in
     threads that PyTorch starts, and these see the blocks of the thread that is in any.
     """
 
     def __init__(self) -> None:
+        self.entries, self.lengths = Entries(), ShareLengths()
         self._this_thread = _ThisThread()
         self._threads: list[ThreadBlocks] = []
         """The blocks of all threads that are in one."""
-        self._lengths: dict[int, bool] = {}
-        """Lengths of shares; True for those that a handler has split."""
         self._had_documents = False
         """True if the last function that was called with this mesh, in a forward, had documents of a block."""
         self.ran = False
@@ -158,22 +87,12 @@ class BatchState:
         """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
         self.warned_of_gradients = False
         """True once a reduction that is unknown, or does not fit, has been warned of."""
-        self.warned_of_padding = False
-        """True once losses that may be those of a padded batch or of another one have been warned of."""
-        self.warned_of_length = False
-        """True once a call with a few positions more or less than a share has been warned of."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []
         """Labels of the latest batches with packed documents."""
         self._explicit: set[bool] = set()
         """True if an attention call had documents or an explicit mask, False if one had neither."""
-        self._latest: list[tuple[weakref.ref[Tensor], Padding]] = []
-        """The first entries of batches that are alive, and of the last one, and their padding."""
-        self._entries: dict[Any, tuple[weakref.ref[Tensor], Tensor | None]] = {}
-        """Entries of batches that are alive, by their memory, and where they hold padding."""
-        self.has_held_padding = False
-        """True once one that may be labels or a mask has held any."""
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
@@ -276,60 +195,7 @@ class BatchState:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        split = self._split
-        of_block = None if split is None else split.padding
-        even = split is not None and split.length and split.length == split.padded
-        if of_block is None and (even or not self._latest):
-            return None
-        last, *others = [of_block] if of_block else [x for _, x in reversed(self._latest)]
-        earlier = next((x.known for x in others if x.share > 1 and x.known and x.holds(shape)), None)
-        belongs = (last.may_hold if last.known else last.holds)(shape)
-        if earlier and not (belongs and last.known) and not self.warned_of_padding:
-            self.warned_of_padding = True
-            warnings.warn(
-                f"losses of shape {shape} come without labels or mask. They fit a batch of {earlier[0]} positions that "
-                f"was padded to {earlier[1]}, and is not the last one. If they belong to it, its padding counts. "
-                "Compute the loss in `with handler.documents(batch)` of their batch, or pass labels",
-                stacklevel=4,
-            )
-        return last.known if belongs and last.share > 1 else None
-
-    def record_batch(self, entries: Iterable[tuple[Tensor, Tensor | None]], padding: Padding) -> None:
-        """Record a batch: its entries, which labels may be, each with True where it holds padding (None: nowhere)."""
-        if torch.compiler.is_compiling():
-            return
-        alive = [(entry, x) for entry, x in self._latest if entry() is not None]
-        for number, (x, past) in enumerate(entries):
-            entry = self._record_entry(x, past)
-            if not number:
-                self._latest = [*alive[-BATCHES:], (entry, padding)]
-
-    def _record_entry(self, x: Tensor, past: Tensor | None) -> weakref.ref[Tensor]:
-        entry = weakref.ref(x, partial(_forget, self._entries, _memory(x)))
-        self._entries[_memory(x)] = entry, past
-        return entry
-
-    def record_moved(self, x: Tensor, moved: Tensor) -> None:
-        """Record the copy of an entry of the last batch on another device, which takes its place."""
-        if moved is not x and (known := self.past_of(x)):
-            entry = self._record_entry(moved, *known)
-            if self._latest[-1][0]() is x:
-                self._latest[-1] = entry, self._latest[-1][1]
-            if any(labels() is x for labels in self._packed[-1:]):
-                self._packed[-1] = entry
-
-    def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
-        """True where a tensor, which is an entry of a batch or a view of one, holds padding (None: nowhere), broadcast
-        over it, in a tuple; None if it is no entry."""
-        found, past = self._entries.get(_memory(x), (None, None))
-        entry = None if found is None else found()
-        if entry is None or entry.dtype != x.dtype:
-            return None
-        if past is None or entry is x:
-            return (past,)
-        cells = torch.zeros(entry.untyped_storage().nbytes() // entry.itemsize, dtype=torch.bool, device="cpu")
-        cells.as_strided(entry.shape, entry.stride(), entry.storage_offset()).copy_(past)
-        return (cells.as_strided(x.shape, x.stride(), x.storage_offset()),)
+        return self.entries.padding_of(shape, self._split)
 
     @property
     def places_in_block(self) -> Padding | None:
@@ -348,7 +214,7 @@ class BatchState:
         """True if labels, or a ``mask``, may hold padding that must not count, for compiled graphs: they are compiled
         once for such tensors and once for others."""
         blocks = self._this_thread.blocks
-        return self.has_held_padding if blocks.fills is None else blocks.fills or (mask and blocks.hides)
+        return self.entries.held_padding if blocks.fills is None else blocks.fills or (mask and blocks.hides)
 
     @property
     def weighed(self) -> Counted:
@@ -468,7 +334,13 @@ class BatchState:
 
     def record_packed(self, labels: Tensor) -> None:
         """Record the labels of a batch with packed documents."""
-        self._packed = [*self._packed[1 - LENGTHS :], weakref.ref(labels)]
+        self._packed = [*self._packed[1 - PACKED :], weakref.ref(labels)]
+
+    def record_moved(self, x: Tensor, moved: Tensor) -> None:
+        """Record the copy of an entry of the last batch on another device, which takes its place."""
+        self.entries.record_moved(x, moved)
+        if any(labels() is x for labels in self._packed[-1:]):
+            self._packed[-1] = weakref.ref(moved)
 
     def ignores_documents(self, labels: object) -> bool:
         """True if these are the labels of a batch with packed documents, and no attention call ever had documents."""
@@ -486,44 +358,26 @@ class BatchState:
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         of_buffers = self.layouts_of_buffers[-1:]
         if of_buffers and ranks > 1 and layout not in (None, *of_buffers):
-            (split,) = of_buffers
+            (given,) = of_buffers
             raise ValueError(
                 f"attention or a recurrence runs with layout={layout!r}, in a context_parallel block that has split "
-                f"its buffers as {split!r} on the same mesh. It would assign wrong positions to tokens. Pass "
-                f"layout={split!r} to the function or the style, or layout={layout!r} to the block"
+                f"its buffers as {given!r} on the same mesh. It would assign wrong positions to tokens. Pass "
+                f"layout={given!r} to the function or the style, or layout={layout!r} to the block"
             )
-        if opened and ranks > 1:
-            _check_split((entered or opened)[-1], length, layout, ranks, bool(entered), self._lengths.get(length))
-        if length not in self._lengths:
-            if ranks > 1 and not self.warned_of_length:
-                self._warn_of_changed_share(length, entered[-1].split if entered else None)
-            self.record_length(length)
+        split = (entered or opened)[-1].split if entered or opened else None
+        if split and ranks > 1:
+            self.lengths.check(split, length, layout, ranks, bool(entered))
+        if length not in self.lengths:
+            if ranks > 1:
+                self.lengths.warn_of_change(length, split if entered else None)
+            self.lengths.record(length)
 
     def refuse_whole(self, length: int) -> None:
         """Raise ``ValueError`` if a call has got the whole batch of the block that this thread is in. (Its documents
         are half as long, or less, which :meth:`record_call` comes too late to explain.)"""
         entered = self._this_thread.blocks.entered
         if not torch.compiler.is_compiling() and entered and entered[-1].split is not None:
-            _refuse_whole(entered[-1].split, length, self._lengths.get(length))
-
-    def _warn_of_changed_share(self, length: int, split: Split | None) -> None:
-        """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
-        dropped. The share is that of the block's batch, of which a part without rest may be a pooled sequence; or that
-        of other batches, from which other sequences may differ by more than a few."""
-        batch = [] if split is None or split.share is None else [split.share]
-        for share in batch or [n for n, made in self._lengths.items() if made]:
-            if share % length if batch else 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
-                self.warned_of_length = True
-                what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
-                warnings.warn(
-                    f"attention runs over {length} positions on this rank, {what} than its share of a batch, {share}. "
-                    "If every rank has added tokens (CLS, registers, prompts, text) or dropped some (x[:, :-1]), the "
-                    "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
-                    "before it is split. If this is a dimension that is not split (frames, channels), leave the module "
-                    "out of the plan; if it is another sequence that is split, ignore the warning",
-                    stacklevel=8,
-                )
-                return
+            self.lengths.refuse_whole(entered[-1].split, length)
 
     def mark_ran(self) -> None:
         """Record that something runs over the whole sequence."""
@@ -536,59 +390,3 @@ class BatchState:
         blocks with ``ever``: if batches were split on this mesh, and nothing has run for any of them."""
         batches = [block for block in self._this_thread.blocks.entered if block.split and block.split.share]
         return not any(block.ran for block in batches) if batches else ever and self.batches > 0 and not self.ran
-
-    def record_length(self, length: int, split: bool = False) -> None:
-        """Record the length of a share; ``split``: a handler has made it."""
-        if torch.compiler.is_compiling() or self._lengths.get(length, False) or (length in self._lengths and not split):
-            return
-        self._lengths[length] = split
-        if len(self._lengths) > LENGTHS:
-            self._lengths.pop(next(iter(self._lengths)), None)
-
-    @property
-    def shares(self) -> set[int]:
-        """The lengths of shares that a handler has made lately."""
-        return {length for length, split in self._lengths.items() if split}
-
-    def is_share(self, length: int) -> bool:
-        """True if a share of this length was handed out or attended lately."""
-        return length in self._lengths
-
-
-def _check_split(
-    block: Block, length: int, layout: str | None, ranks: int, of_this_mesh: bool, known_split: bool | None
-) -> None:
-    """Raise ``ValueError`` if the batch of a block was split for another mesh or layout than that of a call, or if the
-    call has got the whole batch.
-
-    Args:
-        block: the innermost block, of the mesh of the call or (if that has none) of another mesh.
-        known_split: True if a handler of the mesh of the call has made shares of this length.
-    """
-    split = block.split
-    if split is None:
-        return
-    if not of_this_mesh:
-        if split.share == length and length * ranks != split.padded and not known_split:
-            raise ValueError(
-                f"attention runs over {ranks} ranks, and this batch of {split.padded} positions was split over "
-                f"{split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs on, or "
-                "with ContextParallelHandler.of(model)"
-            )
-        return
-    if layout not in (None, split.layout):
-        raise ValueError(
-            f"attention runs with layout={layout!r}, and the handler of this batch splits it as {split.layout!r}. "
-            "Attention would assign wrong positions to tokens. Make the handler of the model's style, or with "
-            "ContextParallelHandler.of(model)"
-        )
-    _refuse_whole(split, length, known_split)
-
-
-def _refuse_whole(split: Split, length: int, known_split: bool | None) -> None:
-    if length != split.share and length in (split.length, split.padded) and not known_split:
-        raise ValueError(
-            f"attention has got all {length} positions of this batch on each rank, and not the {split.share} of its "
-            "share. Attention would take them for parts of one long sequence. Pass the model the batch that the "
-            "handler returned"
-        )

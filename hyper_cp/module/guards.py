@@ -340,7 +340,7 @@ class FirstForward(EnteredMode):
 
     def _warn_of_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
-        lengths = self._shares() | binding.active.views[0].batch.shares
+        lengths = self._shares() | binding.active.views[0].batch.lengths.made
         if found := _mixing_call(func, args, kwargs, lengths, lambda: self.model):
             row, name, what = found
             _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
@@ -409,7 +409,7 @@ def counts_locally(x: Tensor, binding: Binding) -> bool:
     """True if the last dimension of ``x`` counts the positions of a share from 0, and this rank holds other ones, in
     the sequence and in each row of its documents."""
     cp, layout, length = binding.active.views[0], binding.style.mode.layout, x.shape[-1] if x.ndim else 0
-    if not counts_from_0(x) or not cp.batch.is_share(length):
+    if not counts_from_0(x) or length not in cp.batch.lengths:
         return False
     documents = read(cp.batch.known_documents)
     if by_documents(layout) if documents is None else documents.rows[0][-1] != length * cp.size:

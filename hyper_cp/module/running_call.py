@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from .._torch import checkpoint
 from .._torch.modules import is_running
-from ..mesh.batch_state import FEW
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.share_lengths import FEW
 from ..ops import max_logits
 from ..ops.attention import attend
 from ..ops.config import Mode
@@ -163,7 +163,7 @@ def _warn_of_own_keys(call: RunningCall, request: AttentionRequest) -> None:
     more = k.shape[2] - q.shape[2]
     known = style.cross_attention or request.masked or style.mode.kv_exchange == "replicated"
     batch = call.mesh.views[0].batch
-    added = 0 < more <= min(FEW, q.shape[2] - 1) or (more > 0 and batch.in_block and not batch.is_share(k.shape[2]))
+    added = 0 < more <= min(FEW, q.shape[2] - 1) or (more > 0 and batch.in_block and k.shape[2] not in batch.lengths)
     if not known and added:
         call.binding.warned = True
         warnings.warn(

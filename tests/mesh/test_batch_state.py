@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_cp.mesh.batch_state import LENGTHS, BatchState
+from hyper_cp.mesh.batch_state import BatchState
+from hyper_cp.mesh.share_lengths import LENGTHS, ShareLengths
 
 A, B = torch.tensor([[0, 4, 8]]), torch.tensor([[0, 2, 8]])
 
@@ -118,10 +119,10 @@ def test_blocks_of_a_thread_that_has_ended_do_not_count() -> None:
 
 
 def test_lengths_of_shares_are_recorded_for_a_while() -> None:
-    state = BatchState()
+    lengths = ShareLengths()
     for length in range(LENGTHS + 2):
-        state.record_length(length)
-    assert not state.is_share(1) and state.is_share(2) and state.is_share(LENGTHS + 1)
+        lengths.record(length)
+    assert 1 not in lengths and 2 in lengths and LENGTHS + 1 in lengths
 
 
 def attend(state: BatchState, **given: Any) -> None:

@@ -1,0 +1,90 @@
+"""The lengths that shares of the sequence had lately on a mesh, by which calls with other lengths are found."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from .split import Split
+
+LENGTHS = 16
+"""Lengths that are recorded; the oldest is dropped."""
+FEW = 64
+"""The most tokens that a model is expected to add to its sequence, such as registers."""
+
+
+class ShareLengths:
+    """The lengths of shares that were handed out or attended."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, bool] = {}
+        """True for those that a handler has split."""
+        self._warned = False
+        """True once a call with a few positions more or less than a share has been warned of."""
+
+    def record(self, length: int, split: bool = False) -> None:
+        """Record the length of a share; ``split``: a handler has made it."""
+        if torch.compiler.is_compiling() or self._made.get(length, False) or (length in self._made and not split):
+            return
+        self._made[length] = split
+        if len(self._made) > LENGTHS:
+            self._made.pop(next(iter(self._made)), None)
+
+    @property
+    def made(self) -> set[int]:
+        """Those that a handler has made lately."""
+        return {length for length, split in self._made.items() if split}
+
+    def __contains__(self, length: int) -> bool:
+        """True if a share of this length was handed out or attended lately."""
+        return length in self._made
+
+    def warn_of_change(self, length: int, split: Split | None) -> None:
+        """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
+        dropped. The share is that of the block's batch, of which a part without rest may be a pooled sequence; or that
+        of other batches, from which other sequences may differ by more than a few."""
+        if self._warned:
+            return
+        batch = [] if split is None or split.share is None else [split.share]
+        for share in batch or [n for n, made in self._made.items() if made]:
+            if share % length if batch else 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
+                self._warned = True
+                what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
+                warnings.warn(
+                    f"attention runs over {length} positions on this rank, {what} than its share of a batch, {share}. "
+                    "If every rank has added tokens (CLS, registers, prompts, text) or dropped some (x[:, :-1]), the "
+                    "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
+                    "before it is split. If this is a dimension that is not split (frames, channels), leave the module "
+                    "out of the plan; if it is another sequence that is split, ignore the warning",
+                    stacklevel=8,
+                )
+                return
+
+    def check(self, split: Split, length: int, layout: str | None, ranks: int, of_this_mesh: bool) -> None:
+        """Raise ``ValueError`` if a batch was split for another mesh or layout than that of a call, or if the call has
+        got the whole batch. ``of_this_mesh``: the batch is that of a block of this mesh, and not of another one."""
+        if not of_this_mesh:
+            if split.share == length and length * ranks != split.padded and not self._made.get(length):
+                raise ValueError(
+                    f"attention runs over {ranks} ranks, and this batch of {split.padded} positions was split over "
+                    f"{split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs on, or "
+                    "with ContextParallelHandler.of(model)"
+                )
+            return
+        if layout not in (None, split.layout):
+            raise ValueError(
+                f"attention runs with layout={layout!r}, and the handler of this batch splits it as {split.layout!r}. "
+                "Attention would assign wrong positions to tokens. Make the handler of the model's style, or with "
+                "ContextParallelHandler.of(model)"
+            )
+        self.refuse_whole(split, length)
+
+    def refuse_whole(self, split: Split, length: int) -> None:
+        """Raise ``ValueError`` if a call has got the whole batch, and not this rank's share."""
+        if length != split.share and length in (split.length, split.padded) and not self._made.get(length):
+            raise ValueError(
+                f"attention has got all {length} positions of this batch on each rank, and not the {split.share} of "
+                "its share. Attention would take them for parts of one long sequence. Pass the model the batch that "
+                "the handler returned"
+            )
