@@ -23,6 +23,7 @@ from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
 from .data.pooling import pool
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
+from .data.uncounted import without_padding
 from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
 from .mesh.cp_mesh import CPMesh
@@ -32,7 +33,6 @@ from .ops import max_logits
 from .ops.differentiable import refuse_dtensor
 from .schedule import layout as layouts
 from .schedule.documents import documents_table, read, tokens_of
-from .schedule.layout import by_documents
 from .style import ContextParallel, style_of
 
 
@@ -358,8 +358,7 @@ class ContextParallelHandler(Shares):
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
         of_batch = filled, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
-        hides = not torch.compiler.is_compiling() and tokens_of(table) is not None
-        block = state.enter(table, split, hides)
+        block = state.enter(table, split)
         block.ran = batch.ran
         try:
             yield table
@@ -471,7 +470,7 @@ class ContextParallelHandler(Shares):
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
         logits = Logits(ignore_index, softcap, scale, chunk)
-        labels, mask = self._without_padding(labels, ignore_index), self._without_padding(mask, 0, of_batch=True)
+        labels, mask = without_padding(self.cp, self.layout, labels, mask, ignore_index)
 
         def per_token(given: Tensor) -> Tensor:
             return token_losses(given, labels, head, logits)
@@ -479,31 +478,6 @@ class ContextParallelHandler(Shares):
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
         return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)
-
-    def _without_padding(self, x: Any, value: Any, of_batch: bool = False) -> Any:
-        """Labels, or a mask, of this rank's tokens with a value at positions with which the split of their batch has
-        filled up the sequence, which must not count. It fills up labels of a name that it does not know with 0, which
-        may be a class. The batch is the one that they are an entry of, or else that of the block. ``of_batch``: at the
-        padding that this one has had itself too, whose outputs are other numbers than on one device."""
-        if not isinstance(x, Tensor) or not is_int(value):
-            return x
-        exact = torch.compiler.is_compiling() and not self.cp.batch.may_hold_padding(of_batch)
-        return x if exact else self._leave_out(x, value, of_batch)
-
-    @torch.compiler.disable(reason="The padding of a batch is known on the host. Compute the loss outside of the graph")
-    def _leave_out(self, x: Tensor, value: int, of_batch: bool) -> Tensor:
-        state, shape = self.cp.batch, tuple(x.shape)
-        if known := state.entries.past_of(x):
-            return x if known[0] is None else x.masked_fill(known[0].to(x.device), value)
-        places, tokens = state.places_in_block, tokens_of(state.documents_in_block) if of_batch else None
-        if places is None or not (places.known or tokens is not None):
-            return x
-        if by_documents(self.layout) and state.documents is None:
-            return x
-        at = self.position_ids(places.padded)
-        past = at >= torch.tensor(places.ends, device="cpu")[:, None]
-        where = places.spread(past if tokens is None else past | ~tokens[:, at], shape)
-        return x if where is None else x.masked_fill(where.to(x.device), value)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Return the largest attention logit of each head of each module since the last call of this method, for

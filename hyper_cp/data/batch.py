@@ -24,11 +24,10 @@ from ..schedule.documents import PackedDocuments, documents_table, mark_copy, ma
 from .loss import check_ignore_index
 from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
+from .uncounted import can_hold
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
-INPUTS = (*TOKENS, "position_ids")
-"""Entries that are neither labels nor masks."""
 SECOND = ("decoder_", "encoder_")
 """Beginnings of the names of entries that belong to the other sequence of an encoder-decoder."""
 
@@ -139,13 +138,15 @@ def read_batch(
     dims = {name: dim for name, dim in whole.dims.items() if not (shift_labels and name == "labels")}
     pad_values = {} if pad_values is None else pad_values
     _check_pad_values(pad_values, dims)
-    fill = {"labels": ignore_index, "shift_labels": ignore_index, **pad_values, "attention_mask": 1}
+    labels = [x for x in ("labels", "shift_labels") if x in whole.dims]
+    fill: dict[Any, float] = {x: ignore_index if can_hold(whole.entries[x].dtype, ignore_index) else 0 for x in labels}
+    fill |= {**pad_values, "attention_mask": 1}
     if shift_labels:
         fill |= whole.shift_further(mtp_depth, fill, labels_cross_documents)
         del entries["labels"], whole.dims["labels"]
-    labels = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
-    counted = [labels, *(whole.entries[f"shift_labels_{k}"] for k in range(1, 1 + mtp_depth))]
-    numbers = torch.stack([(x != ignore_index).sum() for x in counted]) if isinstance(labels, Tensor) else None
+    own = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
+    counted = [own, *(whole.entries[f"shift_labels_{k}"] for k in range(1, 1 + mtp_depth))]
+    numbers = torch.stack([(x != ignore_index).sum() for x in counted]) if isinstance(own, Tensor) else None
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)
@@ -291,6 +292,11 @@ class WholeBatch:
                 f"labels of shape {tuple(labels.shape)} have no sequence dimension. shift_labels=True shifts them "
                 "along it. Pass labels of tokens [B, S], or shift_labels=False"
             )
+        if not can_hold(labels.dtype, ignore_index):
+            raise TypeError(
+                f"labels are {labels.dtype}, which holds no ignore_index={ignore_index}. The last token has no "
+                'next one, and gets it. Pass batch["labels"].long(), or another ignore_index'
+            )
         dim = self.dims["shift_labels"] = self.dims["labels"]
         _warn_if_shifted(self.handler, self.entries, dim, ignore_index)
         boundaries = self.documents.rows if self.documents and not cross_documents else ()
@@ -352,11 +358,7 @@ class WholeBatch:
         if at is not None and self.padded > self.length:
             past = at >= self.length
         padding = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
-        # Numbers below 0 are no classes: what labels are filled up with is ignored already.
-        ignored = {name for name in self.dims if fill.get(name, 0) < 0 and not shares[name].is_floating_point()}
-        known = {name: None if name in ignored else self._past(name, past) for name in self.dims}
-        state.entries.record([(shares[name], held) for name, held in known.items()], padding)
-        state.entries.held_padding |= any(x is not None and name not in INPUTS for name, x in known.items())
+        state.entries.record([(shares[name], self._past(name, past)) for name in self.dims], padding)
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares

@@ -279,5 +279,7 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     weights = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
     if labels is not None:
         weights = weights.masked_fill(labels == ignore_index, 0)
-    # Masked before they are weighted: losses that do not count may be inf or NaN.
-    return (losses.masked_fill(weights == 0, 0) * weights).sum(), weights.sum()
+    # Masked before they are weighted: losses that do not count may be inf or NaN. (The gradient of a weight that is
+    # learned, and is 0 now, is its loss.)
+    unused = (weights == 0) & ~losses.isfinite() if weights.requires_grad else weights == 0
+    return (losses.masked_fill(unused, 0) * weights).sum(), weights.sum()

@@ -21,14 +21,13 @@ PACKED = 16
 class Block:
     """One entered ``handler.documents`` block, and the calls that have used its documents."""
 
-    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None, hides: bool) -> None:
-        self.documents, self.owner, self.split, self.hides = documents, owner, split, hides
+    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None) -> None:
+        self.documents, self.owner, self.split = documents, owner, split
         self.opened = _of_all_meshes.entered
         self.ran = False
         """True if something has run over the whole sequence in the block."""
         self.used = documents is None
         """True if something has read the documents, or there are none."""
-        self.fills = not torch.compiler.is_compiling() and split is not None and split.padding is not None
         self.kinds: set[bool] = set()
         """The kinds of attention calls with the documents of the block: True for causal."""
 
@@ -43,11 +42,6 @@ class ThreadBlocks:
         self.documents: Tensor | None = None
         self.layouts: list[str] = []
         """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
-        self.fills: bool | None = None
-        """True if the split of the innermost block's batch has filled up its sequence; None: there is no block. An
-        attribute as well, as is the next."""
-        self.hides = False
-        """True if that batch has padding, of its split or its own."""
 
 
 class _OfAllMeshes(threading.local):
@@ -99,16 +93,15 @@ class BatchState:
 
     # ------------------------------------------------------------------ blocks
 
-    def enter(self, documents: Tensor | None, split: Split | None = None, hides: bool = False) -> Block:
-        """Make documents (None: a batch without) active in this thread. ``hides``: they say what is padding."""
+    def enter(self, documents: Tensor | None, split: Split | None = None) -> Block:
+        """Make documents (None: a batch without) active in this thread."""
         blocks = self._this_thread.blocks
-        block = Block(documents, blocks, split, hides)
+        block = Block(documents, blocks, split)
         block.opened.append(block)
         if not blocks.entered:
             self._threads.append(blocks)
         blocks.entered.append(block)
         blocks.documents = documents
-        blocks.fills, blocks.hides = block.fills, block.hides
         return block
 
     @property
@@ -122,8 +115,6 @@ class BatchState:
         block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
-        blocks.fills = blocks.entered[-1].fills if blocks.entered else None
-        blocks.hides = bool(blocks.entered) and blocks.entered[-1].hides
         if not blocks.entered:
             self._threads.remove(blocks)
 
@@ -209,12 +200,6 @@ class BatchState:
         found: Tensor | None
         (found,) = checkpoint.batch_state(self, lambda: (self.known_documents,))
         return found
-
-    def may_hold_padding(self, mask: bool) -> bool:
-        """True if labels, or a ``mask``, may hold padding that must not count, for compiled graphs: they are compiled
-        once for such tensors and once for others."""
-        blocks = self._this_thread.blocks
-        return self.entries.held_padding if blocks.fills is None else blocks.fills or (mask and blocks.hides)
 
     @property
     def weighed(self) -> Counted:

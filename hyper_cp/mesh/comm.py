@@ -63,6 +63,11 @@ def record_traffic() -> Iterator[Traffic]:
         _recording.remove(log)
 
 
+def _nbytes(x: Tensor) -> int:
+    """The bytes of a tensor. (Dynamo cannot trace ``Tensor.nbytes`` of a size that is symbolic.)"""
+    return x.numel() * x.itemsize
+
+
 def record(operation: str, nbytes: int) -> None:
     """Add a transfer to the records that are open."""
     for log in _recording:
@@ -114,7 +119,7 @@ class Message:
     __slots__ = ("_made", "nbytes", "peer", "tensor")
 
     def __init__(self, tensor: Tensor, peer: int) -> None:
-        self.tensor, self.peer, self.nbytes = tensor, peer, tensor.nbytes
+        self.tensor, self.peer, self.nbytes = tensor, peer, _nbytes(tensor)
         self._made: dict[tuple[Any, Any], dist.P2POp] = {}
 
     def on(self, group: Any, operation: Any) -> dist.P2POp:
@@ -164,7 +169,7 @@ class Axis:
 
     def all_to_all(self, send: Tensor) -> Pending:
         """``send[i]`` goes to rank i; ``result[i]`` came from rank i."""
-        record("all_to_all", send.nbytes // self.size * (self.size - 1))
+        record("all_to_all", _nbytes(send) // self.size * (self.size - 1))
         result = torch.empty_like(send)
         with Transfer(self.group, "all_to_all") as transfer:
             work = dist.all_to_all_single(result, send, group=self.group, async_op=True)
@@ -173,7 +178,7 @@ class Axis:
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
         """Gather the ranks' tensors, concatenated along dimension 0. With ``own=False`` the caller does not read this
         rank's own part, which may then be uninitialised."""
-        record("all_gather", send.nbytes * (self.size - 1))
+        record("all_gather", _nbytes(send) * (self.size - 1))
         result = send.new_empty(self.size * send.shape[0], *send.shape[1:])
         with Transfer(self.group, "all_gather") as transfer:
             work = _all_gather(result, send, group=self.group, async_op=True)
@@ -181,7 +186,7 @@ class Axis:
 
     def reduce_scatter(self, send: Tensor) -> Pending:
         """Sum this rank's part (along dimension 0) over the *other* ranks. The own part of ``send`` must be zero."""
-        record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
+        record("reduce_scatter", _nbytes(send) // self.size * (self.size - 1))
         result = send.new_empty(send.shape[0] // self.size, *send.shape[1:])
         with Transfer(self.group, "reduce_scatter") as transfer:
             work = _reduce_scatter(result, send, group=self.group, async_op=True)
@@ -190,7 +195,7 @@ class Axis:
     def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Send ``sent[i]`` rows ``[*, W]`` to rank i, the first ones to rank 0; the result has ``received[i]`` rows
         from rank i, in the same order. A rank sends itself none."""
-        record("all_to_all_rows", send.nbytes)
+        record("all_to_all_rows", _nbytes(send))
         result = send.new_empty(sum(received), *send.shape[1:])
         with Transfer(self.group, "all_to_all_rows") as transfer:
             work = dist.all_to_all_single(result, send, list(received), list(sent), group=self.group, async_op=True)
@@ -239,7 +244,7 @@ class GlooAxis(Axis):
         return self._post(name, batch)
 
     def all_to_all(self, send: Tensor) -> Pending:  # gloo's own posts sends first: 0.18 s at 800 Mbit/s
-        record("all_to_all", send.nbytes // self.size * (self.size - 1))
+        record("all_to_all", _nbytes(send) // self.size * (self.size - 1))
         result, peers = torch.empty_like(send), self._peers()
         sends = [Message(send[p], p) for p in peers]
         recvs = [Message(result[p], p) for p in reversed(peers)]
@@ -248,7 +253,7 @@ class GlooAxis(Axis):
         return Pending(works, result, send, transfer=transfer)
 
     def all_gather(self, send: Tensor, own: bool = True) -> Pending:
-        record("all_gather", send.nbytes * (self.size - 1))
+        record("all_gather", _nbytes(send) * (self.size - 1))
         result = send.new_empty(self.size, *send.shape)
         peers = self._peers()
         sends = [Message(send, p) for p in peers]
@@ -259,7 +264,7 @@ class GlooAxis(Axis):
         return Pending(works, result.flatten(0, 1), send, transfer=transfer)
 
     def reduce_scatter(self, send: Tensor) -> Pending:
-        record("reduce_scatter", send.nbytes // self.size * (self.size - 1))
+        record("reduce_scatter", _nbytes(send) // self.size * (self.size - 1))
         parts = send.unflatten(0, (self.size, -1))
         peers = self._peers()
         received = {p: torch.empty_like(parts[p]) for p in sorted(peers)}
@@ -269,7 +274,7 @@ class GlooAxis(Axis):
         return Pending(works, list(received.values()), send, _sum_in_place, transfer)
 
     def all_to_all_rows(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        record("all_to_all_rows", send.nbytes)
+        record("all_to_all_rows", _nbytes(send))
         result = send.new_empty(sum(received), *send.shape[1:])
         outgoing, incoming, peers = send.split(list(sent)), result.split(list(received)), self._peers()
         sends = [Message(outgoing[p], p) for p in peers if sent[p]]

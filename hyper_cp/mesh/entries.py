@@ -38,8 +38,6 @@ class Entries:
         """The first entries of batches that are alive, and of the last one, and their padding."""
         self._by_memory: dict[Any, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         """All entries, and where they hold padding."""
-        self.held_padding = False
-        """True once one that may be labels or a mask has held any."""
         self._warned = False
         """True once losses that may be those of a padded batch or of another one have been warned of."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .._torch.modes import unseen
 from ..mesh.comm import gather_ranks
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import operation
@@ -16,6 +17,8 @@ from ..schedule.documents import read, tokens_of
 from ..schedule.lookup import resolve
 
 _KEPT = "hyper_cp_max_logits"
+CALLS = 64
+"""Calls of which a module keeps its own largest logits; those of more are one."""
 
 
 def of_heads(rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None, counted: Tensor | None = None) -> Tensor:
@@ -47,11 +50,15 @@ def keep(
 ) -> None:
     """Let a module keep the largest logit of each head, of this call and of those since :func:`take`. (A recompute by
     activation checkpointing repeats what the forward had.) Arguments: see :func:`of_heads`."""
-    found, before = of_heads(rows.detach(), cp, layout, documents, counted), module.__dict__.get(_KEPT)
-    module.__dict__[_KEPT] = found if before is None else torch.maximum(before, found)
+    kept = module.__dict__.setdefault(_KEPT, [])
+    # The maximum of these is taken where no selective checkpoint sees it: in a recompute there are others than in its
+    # forward, and it may return what it has saved.
+    if len(kept) == CALLS:
+        kept[:] = [unseen(lambda: torch.stack(kept).amax(0), rows.device)]
+    kept.append(of_heads(rows.detach(), cp, layout, documents, counted))
 
 
 def take(model: nn.Module) -> dict[str, Tensor]:
     """Take what the modules of a model have kept, by their names: they forget it."""
     modules = [(name, module) for name, module in model.named_modules() if _KEPT in module.__dict__]
-    return {name: module.__dict__.pop(_KEPT) for name, module in modules}
+    return {name: torch.stack(module.__dict__.pop(_KEPT)).amax(0) for name, module in modules}

@@ -496,11 +496,17 @@ def remembered_batches() -> dict[str, float]:
         (handler.pool(batch["x"], "sum", mask=batch["attention_mask"]) - (x * mask).sum(1, keepdim=True)).abs().max()
     )
     compiled = torch.compile(lambda x, labels: handler.mean_loss(x, labels, elsewhere=True), backend="aot_eager")
+    other = handler.get_batch_on_this_cp_rank({"x": torch.ones(2, 8)})
     for number in (7, 8, 7):
-        batch = handler.get_batch_on_this_cp_rank({"x": x.new_ones(2, number), "codes": codes.new_ones(2, number)})
+        whole = {"x": x.new_ones(2, number), "codes": codes.new_ones(2, number), "tokens": codes.new_ones(2, number)}
+        batch = handler.get_batch_on_this_cp_rank(whole)
         with handler.documents(batch):
             found[f"compiled {number}"] = compiled(batch["x"] + 0, batch["codes"]) - 1
             found[f"compiled copies {number}"] = compiled(batch["x"] + 0, batch["codes"].clone()) - 1
+        with handler.documents(other):
+            found[f"compiled beside another {number}"] = compiled(batch["x"] + 0, batch["codes"]) - 1
+        for name in ("codes", "tokens"):
+            found[f"compiled behind, {name} {number}"] = compiled(batch["x"] + 0, batch[name]) - 1
     batch = split()
     handler.get_batch_on_this_cp_rank({"x": torch.ones(2, 8)})
     with pytest.warns(UserWarning, match="fit a batch of 7 positions that was padded to 8, and is not"):
@@ -555,6 +561,35 @@ def test_copies_of_masks_leave_padding_out(ranks: Any, short: int) -> None:
 
 
 @on_ranks
+def labels_of_kinds(length: int) -> dict[str, float]:
+    """Errors of means with labels that hold no -100, and with those whose value for none is another one."""
+    handler, g = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail"), torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, length, 3, generator=g, dtype=torch.float64), torch.randint(3, (2, length), generator=g)
+    y[0, 2] = -1
+    found = {}
+    for dtype in (torch.bool, torch.uint8, torch.float64):
+        labels = (y > 0).to(dtype)
+        batch = handler.get_batch_on_this_cp_rank({"x": x, "labels": labels})
+        want = F.binary_cross_entropy_with_logits(x[..., 0], labels.double())
+        mine = F.binary_cross_entropy_with_logits(batch["x"][..., 0], batch["labels"].double(), reduction="none")
+        found[f"{dtype}"] = handler.mean_loss(mine, batch["labels"], elsewhere=True) - want
+        masked = handler.mean_loss(mine, batch["labels"], mask=batch["labels"] > 0, elsewhere=True)
+        alone = F.binary_cross_entropy_with_logits(x[..., 0], labels.double(), reduction="none")
+        found[f"{dtype}, mask"] = masked - alone[labels > 0].mean()
+    batch, want = handler.get_batch_on_this_cp_rank({"x": x, "labels": y}), F.cross_entropy(x.mT, y, ignore_index=-1)
+    found["ignore_index"] = handler.mean_loss(batch["x"], batch["labels"], ignore_index=-1, elsewhere=True) - want
+    with pytest.raises(TypeError, match=r"labels are torch.uint8, which holds no ignore_index=-100"):
+        handler.get_batch_on_this_cp_rank({"x": x, "labels": y.clamp(min=0).byte()}, shift_labels=True)
+    return {name: abs(float(x)) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_labels_of_any_kind_leave_padding_out(ranks: Any, length: int) -> None:
+    for found in ranks(2, labels_of_kinds, length):
+        assert max(found.values()) <= 1e-12, found
+
+
+@on_ranks
 def label_of_one_rank(head: bool) -> str:
     """The error of this rank for a label of -1 on rank 1; the other one must not wait for it."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
@@ -575,7 +610,9 @@ def learned_weights() -> float:
     """The error of the gradients of losses and of their weights, which change the number of tokens too."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     g = torch.Generator().manual_seed(1)
-    whole = [torch.rand(2, 8, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    whole = [torch.rand(2, 8, generator=g, dtype=torch.float64) for _ in range(2)]
+    whole[1][:, ::3] = 0  # as hard gates are
+    whole = [x.requires_grad_() for x in whole]
     want = torch.autograd.grad((whole[0] * whole[1]).sum() / whole[1].sum(), whole)
     local = [handler.dispatch(x.detach()).requires_grad_() for x in whole]
     found = torch.autograd.grad(handler.mean_loss(local[0], mask=local[1], gradients="sum"), local)

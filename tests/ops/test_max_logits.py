@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, create_block_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.ops import attention, kernels
+from hyper_cp.ops import SAVE_LIST, attention, kernels
 from hyper_cp.ops.kernels import TileInputs
 from hyper_cp.ops.kernels.scores import flex_kernel
+from hyper_cp.ops.max_logits import CALLS
 from hyper_cp.schedule.tiles import CAUSAL
 from tests.harness.attention_case import (
     FP64,
@@ -222,10 +223,13 @@ class Model(nn.Module):
         with torch.no_grad():
             self.tokens.weight[0] *= 20  # padding would have the largest logits
 
-    def forward(self, ids: Tensor, pairs: Tensor | None = None, reentrant: bool | None = None) -> Tensor:
+    def forward(self, ids: Tensor, pairs: Tensor | None = None, checkpoints: dict[str, Any] | None = None) -> Tensor:
         x = self.tokens(ids)
+        return self.run(x, pairs) if checkpoints is None else checkpoint(self.run, x, pairs, **checkpoints)
+
+    def run(self, x: Tensor, pairs: Tensor | None) -> Tensor:
         for layer in self.layers:
-            x = layer(x, pairs) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+            x = layer(x, pairs)
         return x
 
 
@@ -249,15 +253,21 @@ def whole_batches(seed: int) -> list[tuple[dict[str, Tensor], Tensor]]:
     ]
 
 
-STEPS: list[tuple[dict[str, Any], bool | None]] = [
+def selective() -> Any:
+    """The contexts of a checkpoint that saves results of attention, and maxima."""
+    return create_selective_checkpoint_contexts([*SAVE_LIST, torch.ops.aten.maximum.default])
+
+
+STEPS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}, None),
-    ({"ulysses_degree": None}, False),
-    ({"ulysses_degree": 1, "kv_exchange": "needed", "layout": "per_document"}, True),
+    ({"ulysses_degree": None}, {"use_reentrant": False}),
+    ({"ulysses_degree": 1, "kv_exchange": "needed", "layout": "per_document"}, {"use_reentrant": True}),
+    ({"ulysses_degree": 1}, {"use_reentrant": False, "context_fn": selective}),
 ]
 
 
 @on_ranks
-def step(style: dict[str, Any], reentrant: bool | None) -> dict[str, float]:
+def step(style: dict[str, Any], checkpoints: dict[str, Any] | None) -> dict[str, float]:
     """A step over data-parallel groups with other batches, of which evaluations do not count."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     made = [ContextParallel(qkv_indices=x, max_logits=True, **style) for x in (None, (0, 1, 2))]
@@ -266,7 +276,7 @@ def step(style: dict[str, Any], reentrant: bool | None) -> dict[str, float]:
     for whole, _ in whole_batches(seed=100 * world["dp"].get_local_rank()):
         batch = handler.get_batch_on_this_cp_rank(whole)
         with handler.documents(batch):
-            out = model(batch["input_ids"], reentrant=reentrant)
+            out = model(batch["input_ids"], checkpoints=checkpoints)
             with torch.no_grad():
                 model(torch.zeros_like(batch["input_ids"]))
         out.sum().backward()
@@ -360,6 +370,25 @@ def differ() -> None:
 
 def test_ranks_that_differ_raise(ranks: Any) -> None:
     ranks.raises(2, ValueError, "max_logits", differ)
+
+
+@on_ranks
+def many_calls() -> float:
+    """The error of the largest logits of more calls than a module keeps apart."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    model = parallelize_module(Inner(), mesh, ContextParallel(max_logits=True))
+    g, want = torch.Generator().manual_seed(0), []
+    for _ in range(2 * CALLS + 1):
+        q, k, v = (torch.randn(1, 2, 2, 4, generator=g) for _ in range(3))
+        model(q.requires_grad_(), k, v)
+        hidden = torch.ones(2, 2, dtype=torch.bool).triu(1)
+        want.append(torch.einsum("bihd,bjhd->hij", q / 2, k).masked_fill(hidden, -torch.inf).amax((1, 2)))
+    (found,) = ContextParallelHandler.of(model).max_logits(model).values()
+    return relative_error(found, torch.stack(want).amax(0))
+
+
+def test_calls_are_as_many_as_a_step_has(ranks: Any) -> None:
+    assert max(ranks(1, many_calls)) <= 1e-6
 
 
 @on_ranks

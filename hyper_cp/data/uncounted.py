@@ -1,0 +1,78 @@
+"""Labels and masks of which the padding of their batch does not count, in eager mode and in compiled graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh import cp_mesh
+from ..mesh.arguments import is_int
+from ..mesh.cp_mesh import CPMesh
+from ..schedule.documents import read, tokens_of
+from ..schedule.layout import by_documents
+from ..schedule.lookup import resolve
+
+
+def without_padding(cp: CPMesh, layout: str, labels: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Labels, and a mask, of this rank's tokens, which do not count where the split of their batch has filled up the
+    sequence. (It fills up labels of a name that it does not know with 0, which may be a class.) The batch is the one
+    that they are an entry of, or else that of the block. Masks do not count at the padding that this one has had itself
+    either, whose outputs are other numbers than on one device."""
+    if isinstance(mask, Tensor) and (at := _padding(cp, layout, mask, of_batch=True)) is not None:
+        mask = mask.masked_fill(at, 0)
+    if not isinstance(labels, Tensor) or not is_int(ignore_index):
+        return labels, mask
+    at = _padding(cp, layout, labels, of_batch=False)
+    if at is None:
+        return labels, mask
+    if can_hold(labels.dtype, ignore_index):
+        return labels.masked_fill(at, ignore_index), mask
+    return labels, ~at if mask is None else mask.masked_fill(at, 0)
+
+
+def can_hold(dtype: torch.dtype, value: float) -> bool:
+    """True if a whole number is a value of a dtype."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= value <= most
+
+
+def _padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
+    """True where a tensor of this rank's tokens holds padding, in its shape; None: nowhere. ``of_batch``: also
+    that which its batch has had itself."""
+    if torch.compiler.is_compiling():  # what is padding is known on the host, when the graph runs
+        found: Tensor = padding_op(x, cp.key, layout, of_batch)
+        return found
+    at = _known_padding(cp, layout, x, of_batch)
+    return None if at is None else at.to(x.device).expand(x.shape)
+
+
+def _known_padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
+    if known := cp.batch.entries.past_of(x):
+        return known[0]
+    places, tokens = cp.batch.places_in_block, tokens_of(cp.batch.documents_in_block) if of_batch else None
+    if places is None or not (places.known or tokens is not None):
+        return None
+    documents = cp.batch.documents if by_documents(layout) else None
+    if by_documents(layout) and documents is None:
+        return None
+    at = resolve(layout, cp.size, places.padded, read(documents)).positions(cp.rank)
+    past = at >= torch.tensor(places.ends, device="cpu")[:, None]
+    return places.spread(past if tokens is None else past | ~tokens[:, at], tuple(x.shape))
+
+
+# It communicates nothing, and a captured graph would repeat what it has read of another batch.
+@torch.library.custom_op("hyper_cp::padding", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def padding_op(x: Tensor, mesh: str, layout: str, of_batch: bool) -> Tensor:
+    """True where ``x`` holds padding, in its shape."""
+    at = _known_padding(cp_mesh.by_key(mesh), layout, x, of_batch)
+    found = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    return found if at is None else found.copy_(at)
+
+
+@padding_op.register_fake
+def _(x: Tensor, mesh: str, layout: str, of_batch: bool) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device)
