@@ -45,7 +45,7 @@ from ..schedule.documents import PackedDocuments, read
 from ..style import ContextParallel, style_of
 from .adapters import check_adapters
 from .huggingface import forward, router_loss, sparse
-from .huggingface.attention import register, request_masks
+from .huggingface.attention import padding_mask, register, request_masks
 from .huggingface.checks import (
     OVER_POSITIONS,
     POOLED,
@@ -692,7 +692,7 @@ class DecoderHook:
     ) -> PreparedBatch:
         """The state that ``prepare_batch`` has read, or that is read now, with the documents of the enclosing block."""
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        padding = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        padding = padding_mask(mask)
         known = ready is not None and (ready.documents is not None or ready.tokens is not None)
         if (ready is not None and (padding is not None or given is not None)) or (
             block is not None and (known or given is not None)

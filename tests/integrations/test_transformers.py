@@ -141,6 +141,30 @@ def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
 
 
 @on_ranks
+def masks_of_outer_models(name: str) -> dict[str, float]:
+    """Errors of shares with a padding mask that did not come from ``prepare_batch``, which the model around the decoder
+    reads first."""
+    model, found = tiny_causal(name), {}
+    direct, handler = prepared(model, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
+    for case in ("left", "both", "between"):
+        batch = batches()[case]
+        given = {"attention_mask": batch["attention_mask"], "position_ids": torch.arange(24).expand(2, -1)}
+        local = {**prepare_batch(handler, {k: batch[k] for k in ("input_ids", "labels")})}
+        del local["context_parallel"]
+        for kind, mask in ("local", handler.dispatch(given["attention_mask"], 1)), ("global", given["attention_mask"]):
+            want = unsharded(model, {**batch, **given})
+            direct.zero_grad()
+            found[f"{case}, {kind}"] = compare(direct, {**local, "attention_mask": mask}, want)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_padding_that_an_outer_model_reads(ranks: Any, name: str) -> None:
+    for found in ranks(2, masks_of_outer_models, name):
+        assert max(found.values()) <= 1e-10, found
+
+
+@on_ranks
 def documents_of_a_batch(layout: str) -> float:
     """Documents under each of their names place the tokens, and are what attention sees."""
     settings = {"layout": layout, "ulysses_degree": 1, "kv_exchange": "ring"}

@@ -76,6 +76,8 @@ class MaskRequest:
         """The keys that a layer has selected, as ``Call.selected``."""
         self.bidirectional = False
         """True if keys behind a query are visible as those before it are; the window holds on both sides."""
+        self.padding: Tensor | None = None
+        """The padding mask, if the model around the decoder has requested the mask, before the decoder reads it."""
         self.pairs: tuple[int, ...] = ()
         """The size of a mask of this rank's pairs."""
         self.function: MaskMod | None = None
@@ -169,12 +171,15 @@ def attention_mask(
         request.bidirectional, request.pairs = True, pairs
         return request
     cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.turn.prompt is None
-    if not cached and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
+    given_mask = others.get("attention_mask")
+    # Of the model around the decoder, before the decoder's own hook, which checks it: that of a share, or of all ranks.
+    early = given_mask if state is None and isinstance(given_mask, Tensor) else None
+    if not cached and early is None and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
             "key/value cache of its model. Pass use_cache=False; generate with integrations.transformers.generate"
         )
-    if isinstance(given_mask := others.get("attention_mask"), MaskRequest):  # that of the model around the decoder
+    if isinstance(given_mask, MaskRequest):  # that of the model around the decoder
         return given_mask
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
@@ -202,7 +207,18 @@ def attention_mask(
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
     request.selects, request.pairs = selects, pairs
+    request.padding = early
     return request
+
+
+def padding_mask(given: Any) -> Tensor | None:
+    """The padding mask ``[B, S/n or S]`` that a decoder was given: as it is, or in the masks that the model around it
+    has requested."""
+    for mask in given.values() if isinstance(given, dict) else [given]:
+        found = mask.padding if isinstance(mask, MaskRequest) else mask
+        if isinstance(found, Tensor) and found.ndim == 2:
+            return found
+    return None
 
 
 def request_masks(decoder: nn.Module) -> None:
