@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -69,6 +70,11 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def caller_named(name: str, depth: int) -> FrameType | None:
+    """The first of the ``depth`` innermost Python frames of this thread that runs a function of this name."""
+    return next((frame for frame in islice(_frames(), depth) if frame.f_code.co_name == name), None)
 
 
 def frames_of(code: CodeType) -> Iterator[FrameType]:

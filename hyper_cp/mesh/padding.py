@@ -43,9 +43,10 @@ class Padding:
             if any(not torch.equal(x, first) for x in others):
                 raise ValueError(
                     f"labels or mask of shape {shape} may belong to the tokens of this batch in two orders: entries "
-                    f"have their sequence in dimensions {list(self.form.dims)}. The padding of the split must not "
-                    "count, and has another place in each. Pass labels as they are in the batch, a mask that is not "
-                    "flattened, or entries that all have the sequence in one dimension"
+                    f"have their sequence in dimensions {list(self.form.dims)}, and several values may be those of "
+                    "each token or those of several passes, one after the other. The padding of the split must not "
+                    "count, and has another place in each. Pass labels as they are in the batch, or labels and masks "
+                    "[B, S/n, ...] that are not flattened; of several passes, compute a mean for each"
                 )
             if found := form(tokens, shape):
                 return found[0]
@@ -103,6 +104,7 @@ class Padding:
             if rest or not several or (several > 1 and len(shape) > 1 and not wide):
                 continue
             orders = {min(dim, 2) for dim in self.form.dims} | ({1} if wide or max(self.form.dims) > 1 else set())
+            orders |= {2} if several > 1 else set()  # two losses of each token, say, one behind the other
             each = [
                 whole.mT[..., None].expand(-1, -1, several),
                 whole[..., None].expand(-1, -1, several),
@@ -110,4 +112,5 @@ class Padding:
             ]
             size = [rows, -1] if wide else [-1] + [1] * (len(shape) - 1)
             found += [each[order].reshape(size) for order in sorted(orders - {0} if wide else orders)]
+            found += [whole.flatten().repeat(several).reshape(size)] if several > 1 and not wide else []
         return found

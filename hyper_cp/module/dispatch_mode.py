@@ -16,6 +16,7 @@ from ..ops.split_cache import SplitCache
 from . import attention_calls
 from .running_call import RunningCall, routed_attention
 from .thread_stack import ThreadStack
+from .unprepared import refuse_lengths_of_shares
 
 
 class EnteredMode(TorchFunctionMode):
@@ -57,6 +58,8 @@ class DispatchMode(EnteredMode):
         if routed is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed = True
             request = routed.read(call.binding.name, *args, **kwargs)
+            if call.must_route and not request.masked and not torch.compiler.is_compiling():
+                refuse_lengths_of_shares(call, request.query.shape[-2])
             out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
             return request.to_caller(out)
         if func is decode_attention and call.alive():

@@ -322,8 +322,15 @@ def several_numbers_a_token(layout: str) -> dict[str, float]:
 
     found = {}
     with handler.documents(batch):
-        forms = {"as they are": lambda x: x, "flat": lambda x: x.flatten(0, 1), "wide": lambda x: x.flatten(1)}
+        forms = {"as they are": lambda x: x, "flat": lambda x: x.flatten(0, 1)}
         found |= {name: mean(batch, form) for name, form in forms.items()}
+        passes, labels = torch.cat([batch["logits"]] * 2), torch.cat([batch["codes"]] * 2)
+        found["passes"] = coded({"logits": passes, "codes": labels})
+        with pytest.raises(ValueError, match="those of several passes, one after the other"):
+            handler.mean_loss(passes.flatten(0, 2), labels.flatten(), elsewhere=True)
+        with pytest.raises(ValueError, match=r"shape \(3, 20\) .* in two orders"):
+            mean(batch, lambda x: x.flatten(1))
+        forms["wide"] = lambda x: x.flatten(1)
         found |= {"codes": coded(batch), "flat codes": coded(batch, lambda x: x.flatten(0, 1))}
         for losses_of in forms.values():
             with pytest.raises(ValueError, match=r"without labels or mask, and this batch of 7 positions was padded"):
@@ -398,7 +405,10 @@ def dimensions_of_the_sequence(layout: str) -> dict[str, float]:
     with handler.documents(batch):
         x = batch["x"]
         for name, form in (FORMS | OF_ROWS).items():
-            found[f"several {name}"] = mean(form(x)) - several.mean()
+            if name == "flat":
+                refused("in two orders", form(x), None, torch.ones_like(form(x)))
+            else:
+                found[f"several {name}"] = mean(form(x)) - several.mean()
             refused(alone, form(x))
     turned = handler.get_batch_on_this_cp_rank({"x": several.mT}, 2)
     with handler.documents(turned):

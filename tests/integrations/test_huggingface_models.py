@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo import convert_frame
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
-from hyper_cp import context_parallel_mesh, split_cp_mesh
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel, context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import CAUSAL, MASKED, SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import SMALL, InDouble, gradients, make, model_of, prepare_batch, prepared, tokens
 from tests.harness.oracle import absolute_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 hf: Any = pytest.importorskip("transformers")
 
@@ -672,3 +674,61 @@ def labels_of_a_masked_model() -> None:
 def test_losses_of_other_tokens_than_the_next_are_refused(ranks: Any, world: int) -> None:
     """On one rank the loss was divided by the number of shifted labels."""
     ranks.raises(world, NotImplementedError, "in which labels are not shifted", labels_of_a_masked_model)
+
+
+# --------------------------------------------------------------------------- models that are not prepared
+
+
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+UNPREPARED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window": ("mistral", {"sliding_window": 16}, "has a window or chunks of 16 positions.* the 12 positions .* of 24"),
+    "chunks": ("llama4_text", {**LLAMA4, "attention_chunk_size": 16}, "has a window or chunks of 16 positions"),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 16, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
+        "rope_type='dynamic', whose frequencies depend on whether a sequence is longer than 16 positions",
+    ),
+    "longrope": (
+        "llama",
+        {"rope_parameters": {**ROPE, "rope_type": "longrope", "original_max_position_embeddings": 16}},
+        "rope_type='longrope'",
+    ),
+}
+
+
+@on_ranks
+def unprepared(name: str, way: str) -> tuple[str, float]:
+    """The error of a model of transformers that is only routed, and its error where documents are short."""
+    kind, changes, _ = UNPREPARED[name]
+    model, mesh = model_of(kind, **changes), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    ids, positions, mask = tokens(24)[:1], torch.arange(24)[None] % 12, torch.ones(1, 24, dtype=torch.int64)
+    with InDouble():
+        want = torch.cat([model(input_ids=x, use_cache=False).logits for x in ids.split(12, 1)], 1)
+    if way == "plan":
+        style = ContextParallel(qkv_indices=None, ulysses_degree=1, kv_exchange="ring")
+        parallelize_module(model, mesh, {"model.layers.*.self_attn": style})
+        handler = ContextParallelHandler(mesh, style)
+        share, at, shown = (handler.dispatch(x) for x in (ids, positions, mask))
+        around: Any = contextlib.nullcontext()
+    else:
+        buffers = share, at, shown = ids, positions, mask
+        around = context_parallel(mesh, buffers=[*buffers], buffer_seq_dims=[1, 1, 1], layout="contiguous")
+    with around as block, InDouble():
+        made = handler if block is None else block
+
+        def run() -> Tensor:
+            logits: Tensor = model(input_ids=share, position_ids=at, attention_mask=shown, use_cache=False).logits
+            return logits
+
+        error = error_of(run)
+        with made.documents([0, 12, 24]):
+            found = made.combine(run(), 1)
+    return error, absolute_error(found, want)
+
+
+@pytest.mark.parametrize("way", ["plan", "block"])
+@pytest.mark.parametrize("name", UNPREPARED)
+def test_lengths_of_shares_are_refused_in_models_that_are_not_prepared(ranks: Any, name: str, way: str) -> None:
+    for error, off in ranks(2, unprepared, name, way):
+        assert error.startswith("ValueError") and re.search(UNPREPARED[name][2], error), error
+        assert off <= 1e-10
