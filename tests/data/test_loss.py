@@ -505,7 +505,9 @@ def remembered_batches() -> dict[str, float]:
     found["pooled"] = (
         (handler.pool(batch["x"], "sum", mask=batch["attention_mask"]) - (x * mask).sum(1, keepdim=True)).abs().max()
     )
-    compiled = torch.compile(lambda x, labels: handler.mean_loss(x, labels, elsewhere=True), backend="aot_eager")
+    compiled = torch.compile(
+        lambda x, labels: handler.mean_loss(x, labels, elsewhere=True), backend="aot_eager", dynamic=True
+    )
     other = handler.get_batch_on_this_cp_rank({"x": torch.ones(2, 8)})
     for number in (7, 8, 7):
         whole = {"x": x.new_ones(2, number), "codes": codes.new_ones(2, number), "tokens": codes.new_ones(2, number)}
