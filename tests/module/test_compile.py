@@ -240,6 +240,7 @@ def opcheck_all(world: int) -> None:
         torch.library.opcheck(ops.share_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1, *how))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
+    torch.library.opcheck(ops.padding.default, (torch.ones(2, 8, dtype=torch.int64), cp.key, "head_tail", True))
     counts = [0, 3] if cp_mesh.view(mesh, 1).rank == 0 else [3, 0]  # to each rank, and from each
     rows = torch.randn(3, 4, requires_grad=True)
     torch.library.opcheck(ops.move_rows.default, (rows, counts, counts, cp_mesh.view(mesh, 1).key))
@@ -279,6 +280,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "fingerprint",
         "gather_sequence",
         "move_rows",
+        "padding",
         *("query_positions", "local_blocks"),  # checked in test_flex
         "roll_sequence",
         "share_sequence",
