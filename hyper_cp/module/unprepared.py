@@ -59,10 +59,11 @@ def _chunk(module: nn.Module, config: Any) -> int | None:
 
 def _frequencies(config: Any) -> Iterator[tuple[str, int]]:
     """The types of rotary embeddings whose frequencies depend on the length, and the longest with the usual ones."""
-    given = getattr(config, "rope_parameters", None) or {}
-    for parameters in [given] if "rope_type" in given else given.values():
+    given = getattr(config, "rope_parameters", None)
+    given = given if isinstance(given, dict) else {}
+    for parameters in [given] if "rope_type" in given else given.values():  # of the model, or of each type of layers
         kind = parameters.get("rope_type", "") if isinstance(parameters, dict) else ""
-        if kind == "longrope":
-            yield kind, parameters["original_max_position_embeddings"]
-        elif "dynamic" in kind:
-            yield kind, config.max_position_embeddings
+        most = getattr(config, "max_position_embeddings", None)
+        most = parameters.get("original_max_position_embeddings") if kind == "longrope" else most
+        if isinstance(most, int) and (kind == "longrope" or "dynamic" in kind):
+            yield kind, most
