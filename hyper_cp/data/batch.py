@@ -24,7 +24,7 @@ from ..schedule.documents import PackedDocuments, documents_table, mark_copy, ma
 from .loss import check_ignore_index
 from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
-from .uncounted import can_hold
+from .uncounted import can_hold, widened
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
@@ -146,7 +146,11 @@ def read_batch(
         del entries["labels"], whole.dims["labels"]
     own = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
     counted = [own, *(whole.entries[f"shift_labels_{k}"] for k in range(1, 1 + mtp_depth))]
-    numbers = torch.stack([(x != ignore_index).sum() for x in counted]) if isinstance(own, Tensor) else None
+    numbers = (
+        torch.stack([(widened(x, ignore_index) != ignore_index).sum() for x in counted])
+        if isinstance(own, Tensor)
+        else None
+    )
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)

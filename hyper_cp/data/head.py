@@ -29,6 +29,7 @@ from ..mesh.arguments import check_type, is_int
 from ..ops.writes import unchanged, written
 from .collectives import by_rank
 from .loss import NoClass, check_ignore_index
+from .uncounted import widened
 
 CHUNK_BYTES = 2**28
 """Size of a chunk's logits in fp32, if the caller does not choose the chunk: enough rows to keep a device busy."""
@@ -73,6 +74,7 @@ def log_probs(hidden: Tensor, labels: Tensor, head: nn.Module | Tensor, logits: 
             or its weight ``[vocabulary, width]``.
     """
     _check_tensors(hidden, labels)
+    labels = widened(labels, logits.ignore_index)
     if isinstance(head, nn.Module):
         check_head(head)
         found = _call(head, hidden, lambda x: _of_weight(x, labels, head.weight, head.bias, logits))  # type: ignore[arg-type]

@@ -24,12 +24,17 @@ def without_padding(cp: CPMesh, layout: str, labels: Any, mask: Any, ignore_inde
         mask = mask.masked_fill(at, 0)
     if not isinstance(labels, Tensor) or not is_int(ignore_index):
         return labels, mask
-    at = _padding(cp, layout, labels, of_batch=False)
+    at, labels = _padding(cp, layout, labels, of_batch=False), widened(labels, ignore_index)
     if at is None:
         return labels, mask
-    if can_hold(labels.dtype, ignore_index):
+    if labels.dtype != torch.bool:
         return labels.masked_fill(at, ignore_index), mask
     return labels, ~at if mask is None else mask.masked_fill(at, 0)
+
+
+def widened(labels: Tensor, ignore_index: int) -> Tensor:
+    """Numbers of classes in a dtype that holds ``ignore_index`` too: of bytes, 156 would be equal to -100."""
+    return labels if labels.dtype == torch.bool or can_hold(labels.dtype, ignore_index) else labels.long()
 
 
 def can_hold(dtype: torch.dtype, value: float) -> bool:

@@ -588,6 +588,12 @@ def labels_of_kinds(length: int) -> dict[str, float]:
         masked = handler.mean_loss(mine, batch["labels"], mask=batch["labels"] > 0, elsewhere=True)
         alone = F.binary_cross_entropy_with_logits(x[..., 0], labels.double(), reduction="none")
         found[f"{dtype}, mask"] = masked - alone[labels > 0].mean()
+    bytes_, wide = (y.clamp(min=0) + 155).byte(), torch.randn(2, length, 160, generator=g, dtype=torch.float64)
+    batch = handler.get_batch_on_this_cp_rank({"x": wide, "labels": bytes_})
+    want = F.cross_entropy(wide.flatten(0, 1), bytes_.flatten().long())
+    found["bytes"] = handler.mean_loss(batch["x"], batch["labels"], elsewhere=True) - want
+    eye = torch.eye(160, dtype=torch.float64)
+    found["bytes of a head"] = handler.mean_loss(batch["x"], batch["labels"], head=eye, elsewhere=True) - want
     batch, want = handler.get_batch_on_this_cp_rank({"x": x, "labels": y}), F.cross_entropy(x.mT, y, ignore_index=-1)
     found["ignore_index"] = handler.mean_loss(batch["x"], batch["labels"], ignore_index=-1, elsewhere=True) - want
     with pytest.raises(TypeError, match=r"labels are torch.uint8, which holds no ignore_index=-100"):
