@@ -58,9 +58,10 @@ class DispatchMode(EnteredMode):
         if routed is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed = True
             request = routed.read(call.binding.name, *args, **kwargs)
-            if call.must_route and not request.masked and not torch.compiler.is_compiling():
-                refuse_lengths_of_shares(call, request.query.shape[-2])
+            unmasked, length = call.must_route and not request.masked, request.query.shape[-2]
             out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
+            if unmasked and not torch.compiler.is_compiling():
+                refuse_lengths_of_shares(call, length)
             return request.to_caller(out)
         if func is decode_attention and call.alive():
             _check_decoding(call, args[1])

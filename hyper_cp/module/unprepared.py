@@ -2,59 +2,86 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .._torch.modules import caller_named
-from ..schedule.documents import read
+from ..schedule.documents import PackedDocuments, read, tokens_of
+from ..schedule.lookup import resolve
 from .running_call import RunningCall
 
 _CALLER = "sdpa_attention_forward"
 """The function by which transformers calls ``F.scaled_dot_product_attention``."""
 FRAMES = 12
 """Frames between it and the check, at most: those of modes."""
+_MASKS = "create_sliding_window_causal_mask"
+"""The name in the file of a model that masks by its configuration, also if attention is not told of the window."""
 
 
 def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
     """Raise ``ValueError`` if an attention call without a mask comes from a model of transformers that would have made
     one, or have rotated by other frequencies, had it known the whole sequence.
 
+    It is called when the ranks have compared their calls: all raise, or none.
+
     Args:
         length: the positions of this rank's queries.
     """
     frame = caller_named(_CALLER, FRAMES)
-    if frame is None:
+    mode, size = call.binding.style.mode, call.mesh.views[0].size
+    if frame is None or size == 1:
         return
-    given, whole = frame.f_locals, length * call.mesh.views[0].size
-    if call.documents is not None:
-        whole = max(b - a for row in read(call.documents).rows for a, b in pairwise(row))
-    module: nn.Module = given["module"]
+    module, whole = frame.f_locals["module"], length * size
     config: Any = getattr(module, "config", None)
     name, remedy = type(module).__name__, "Prepare it: hyper_cp.hf.prepare_model(model, mesh), and prepare_batch"
-    window = given.get("kwargs", {}).get("sliding_window") or _chunk(module, config)
-    if call.binding.style.mode.window is None and isinstance(window, int) and length < window < whole:
+    window = _window(module, config, frame.f_locals.get("kwargs", {}))
+    known = mode.window is not None or window is None or not length < window < whole
+    if not known and window is not None and window < _longest(call.documents, whole):
         raise ValueError(
             f"{call.binding.name}: {name} has a window or chunks of {window} positions, and its model made no mask for "
             f"them: it knows the {length} positions of this rank's share only, of {whole}. Attention would see what "
             f"one device hides. {remedy}"
         )
-    for kind, most in _frequencies(config):
-        if most < whole:
+    for kind, usual in _frequencies(config):
+        ends = _ends(mode.layout, size, whole, call.documents) if usual < whole else ()
+        # Some have frequencies for longer sequences, and others a set for each length.
+        if ends and usual < max(ends) and min(ends) <= (usual if kind == "longrope" else max(ends) - 1):
             raise ValueError(
                 f"{call.binding.name}: {name} belongs to a model with rope_type={kind!r}, whose frequencies depend on "
-                f"whether a sequence is longer than {most} positions. It knows the {length} positions of this rank's "
-                f"share, and not all {whole}. {remedy}"
+                f"the largest position if that is {usual} or more. It is {max(ends) - 1}, and on some ranks the "
+                f"largest of their share is {min(ends) - 1}: ranks would rotate differently. {remedy}"
             )
 
 
-def _chunk(module: nn.Module, config: Any) -> int | None:
-    """The positions of each chunk that a layer attends in; None: it attends in none."""
+def _window(module: nn.Module, config: Any, given: dict[str, Any]) -> int | None:
+    """The positions of the window, or of each chunk, that a layer attends in; None: all."""
     kinds, at = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    chunked = isinstance(at, int) and kinds and at < len(kinds) and kinds[at] == "chunked_attention"
-    return config.attention_chunk_size if chunked else None
+    if kinds and isinstance(at, int) and at < len(kinds) and kinds[at] == "chunked_attention":
+        found = getattr(config, "attention_chunk_size", None)
+    elif "sliding_window" in given or kinds or not hasattr(sys.modules.get(type(module).__module__), _MASKS):
+        found = given.get("sliding_window")
+    else:
+        found = getattr(config, "sliding_window", None)
+    return found
+
+
+def _longest(documents: Tensor | None, whole: int) -> int:
+    """The positions of the longest document in which there are tokens."""
+    if documents is None:
+        return whole
+    rows, tokens, longest = read(documents).rows, tokens_of(documents), 0
+    before = F.pad(torch.ones(1, whole, device="cpu") if tokens is None else tokens, (1, 0)).cumsum(1)
+    for number, row in enumerate(rows):
+        ends = torch.tensor(row, device="cpu")
+        counts = (before[number : number + 1] if len(rows) == len(before) else before)[:, ends].diff()
+        longest = max(longest, int((ends.diff() * (counts > 0).any(0)).max()))
+    return longest
 
 
 def _frequencies(config: Any) -> Iterator[tuple[str, int]]:
@@ -67,3 +94,22 @@ def _frequencies(config: Any) -> Iterator[tuple[str, int]]:
         most = parameters.get("original_max_position_embeddings") if kind == "longrope" else most
         if isinstance(most, int) and (kind == "longrope" or "dynamic" in kind):
             yield kind, most
+
+
+def _ends(layout: str, size: int, whole: int, documents: Tensor | None) -> tuple[int, ...]:
+    """One more than the largest position of each rank; positions restart in documents."""
+    if documents is None:
+        return _ends_of_layout(layout, size, whole)
+    packed = read(documents)
+    found: tuple[int, ...] = packed.derived(("ends", layout, size), lambda: _made(layout, size, whole, packed))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _ends_of_layout(layout: str, size: int, whole: int) -> tuple[int, ...]:
+    return _made(layout, size, whole, None)
+
+
+def _made(layout: str, size: int, whole: int, packed: PackedDocuments | None) -> tuple[int, ...]:
+    shares = [resolve(layout, size, whole, packed).positions(rank) for rank in range(size)]
+    return tuple(int((at if packed is None else packed.restarted(at)).max()) + 1 for at in shares)

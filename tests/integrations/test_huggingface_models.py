@@ -682,11 +682,12 @@ def test_losses_of_other_tokens_than_the_next_are_refused(ranks: Any, world: int
 ROPE = {"rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 UNPREPARED: dict[str, tuple[str, dict[str, Any], str]] = {
     "window": ("mistral", {"sliding_window": 16}, "has a window or chunks of 16 positions.* the 12 positions .* of 24"),
+    "untold": ("phimoe", {**MOE, "sliding_window": 16}, "PhimoeAttention has a window or chunks of 16 positions"),
     "chunks": ("llama4_text", {**LLAMA4, "attention_chunk_size": 16}, "has a window or chunks of 16 positions"),
     "dynamic": (
         "llama",
         {"max_position_embeddings": 16, "rope_parameters": {**ROPE, "rope_type": "dynamic"}},
-        "rope_type='dynamic', whose frequencies depend on whether a sequence is longer than 16 positions",
+        "rope_type='dynamic', whose frequencies depend on the largest position .* 16 or more. It is 23, and .* is 11",
     ),
     "longrope": (
         "llama",
@@ -694,6 +695,49 @@ UNPREPARED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope_type='longrope'",
     ),
 }
+
+
+@on_ranks
+def unprepared_and_right(layout: str) -> dict[str, float]:
+    """Errors of models that are only routed, where a share tells them what they need."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}
+    style = ContextParallel(qkv_indices=None, ulysses_degree=1, layout=layout)
+    rope = {**ROPE, "rope_type": "longrope", "original_max_position_embeddings": 8}
+    for name, kind, changes in ("longrope", "llama", {"rope_parameters": rope}), ("window", *UNPREPARED["window"][:2]):
+        whole = {"input_ids": tokens(24), "attention_mask": torch.ones(2, 24, dtype=torch.int64)}
+        whole["attention_mask"][:, 14 if name == "window" else 24 :] = 0  # padding is no long document
+        oracle = model_of(kind, **changes)
+        model = copy.deepcopy(oracle)
+        parallelize_module(model, mesh, {"model.layers.*.self_attn": style})
+        handler = ContextParallelHandler(mesh, style)
+        batch = handler.get_batch_on_this_cp_rank(whole)
+        with InDouble(), handler.documents(batch):
+            found[name] = handler.combine(model(**batch, use_cache=False).logits, 1)
+            found[name] -= oracle(**whole, use_cache=False).logits
+    return {name: x[:, :14].abs().max().item() for name, x in found.items()}
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "contiguous"])
+def test_models_that_are_not_prepared_and_right_are_not_refused(ranks: Any, layout: str) -> None:
+    for found in ranks(2, unprepared_and_right, layout):
+        assert max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def masks_of_one_rank() -> str:
+    """The error of a model that makes a mask on rank 0 only, whose share has the beginning of a document."""
+    mesh, style = init_device_mesh("cpu", (2,)), ContextParallel(qkv_indices=None, ulysses_degree=1)
+    model = model_of("mistral", sliding_window=16)
+    parallelize_module(model, mesh, {"model.layers.*.self_attn": style})
+    at = torch.cat([torch.arange(4), torch.arange(20)])[None]
+    ids, at = (ContextParallelHandler(mesh, style).dispatch(x) for x in (tokens(24)[:1], at))
+    return error_of(lambda: model(input_ids=ids, position_ids=at, use_cache=False))
+
+
+def test_masks_of_some_ranks_are_found_by_all(ranks: Any) -> None:
+    """The other ranks raised an error of their own, and this one waited."""
+    for found in ranks(2, masks_of_one_rank, timeout=30):
+        assert found.startswith("ValueError: ") and "the ranks of the cp mesh" in found, found
 
 
 @on_ranks
