@@ -1,4 +1,4 @@
-"""How a handler has split a batch: its layout, its sizes, and the labels that were counted."""
+"""The layout and the sizes in which a handler has split a batch, and the labels that were counted."""
 
 from __future__ import annotations
 

@@ -164,16 +164,15 @@ def attention_mask(
         given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
         original = AttentionMaskInterface().get(state.implementation)
         return None if original is None else original(**given)
-    pairs = others.get("batch_size", 1), 1, q_length, kv_length
+    pairs, given_mask = (others.get("batch_size", 1), 1, q_length, kv_length), others.get("attention_mask")
+    # Of the model around the decoder, before the decoder's own hook, which checks it: that of a share, or of all ranks.
+    early = given_mask if state is None and isinstance(given_mask, Tensor) else None
     two = isinstance(state, ForwardState) and bool(state.cross)
     if "allow_is_bidirectional_skip" in others and not others.get("use_vmap") and (two or q_length == kv_length):
         request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
-        request.bidirectional, request.pairs = True, pairs
+        request.bidirectional, request.pairs, request.padding = True, pairs, early
         return request
     cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.turn.prompt is None
-    given_mask = others.get("attention_mask")
-    # Of the model around the decoder, before the decoder's own hook, which checks it: that of a share, or of all ranks.
-    early = given_mask if state is None and isinstance(given_mask, Tensor) else None
     if not cached and early is None and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
             f"{q_length} queries at offset {q_offset} of {kv_length} keys: context parallelism does not run with a "
@@ -206,8 +205,7 @@ def attention_mask(
     if chunked and isinstance(state, ForwardState):
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
-    request.selects, request.pairs = selects, pairs
-    request.padding = early
+    request.selects, request.pairs, request.padding = selects, pairs, early
     return request
 
 
