@@ -72,9 +72,9 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def caller_named(name: str, depth: int) -> FrameType | None:
-    """The first of the ``depth`` innermost Python frames of this thread that runs a function of this name."""
-    return next((frame for frame in islice(_frames(), depth) if frame.f_code.co_name == name), None)
+def caller_of(code: CodeType, depth: int) -> FrameType | None:
+    """The first of the ``depth`` innermost Python frames of this thread that runs ``code``."""
+    return next((frame for frame in islice(_frames(), depth) if frame.f_code is code), None)
 
 
 def frames_of(code: CodeType) -> Iterator[FrameType]:

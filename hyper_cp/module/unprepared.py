@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch.modules import caller_named
+from .._torch.modules import caller_of
 from ..schedule.documents import PackedDocuments, read, tokens_of
 from ..schedule.lookup import resolve
 from .running_call import RunningCall
 
-_CALLER = "sdpa_attention_forward"
-"""The function by which transformers calls ``F.scaled_dot_product_attention``."""
+_CALLER = "transformers.integrations.sdpa_attention", "sdpa_attention_forward"
+"""The file and the function that call ``F.scaled_dot_product_attention`` for models of transformers."""
 FRAMES = 12
 """Frames between it and the check, at most: those of modes."""
 _MASKS = "create_sliding_window_causal_mask"
@@ -33,9 +33,10 @@ def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
     Args:
         length: the positions of this rank's queries.
     """
-    frame = caller_named(_CALLER, FRAMES)
     mode, size = call.binding.style.mode, call.mesh.views[0].size
-    if frame is None or size == 1:
+    caller = getattr(sys.modules.get(_CALLER[0]), _CALLER[1], None)
+    frame = caller_of(caller.__code__, FRAMES) if caller is not None and size > 1 else None
+    if frame is None:
         return
     module, whole = frame.f_locals["module"], length * size
     config: Any = getattr(module, "config", None)
