@@ -34,16 +34,15 @@ def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
         length: the positions of this rank's queries.
     """
     mode, size = call.binding.style.mode, call.mesh.views[0].size
-    caller = getattr(sys.modules.get(_CALLER[0]), _CALLER[1], None)
-    frame = caller_of(caller.__code__, FRAMES) if caller is not None and size > 1 else None
+    code = getattr(getattr(sys.modules.get(_CALLER[0]), _CALLER[1], None), "__code__", None)
+    frame = caller_of(code, FRAMES) if code is not None and size > 1 else None
     if frame is None:
         return
     module, whole = frame.f_locals["module"], length * size
     config: Any = getattr(module, "config", None)
     name, remedy = type(module).__name__, "Prepare it: hyper_cp.hf.prepare_model(model, mesh), and prepare_batch"
     window = _window(module, config, frame.f_locals.get("kwargs", {}))
-    known = mode.window is not None or window is None or not length < window < whole
-    if not known and window is not None and window < _longest(call.documents, whole):
+    if mode.window is None and window is not None and length < window < _longest(call.documents, whole):
         raise ValueError(
             f"{call.binding.name}: {name} has a window or chunks of {window} positions, and its model made no mask for "
             f"them: it knows the {length} positions of this rank's share only, of {whole}. Attention would see what "
