@@ -358,7 +358,7 @@ class ContextParallelHandler(Shares):
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
         of_batch = filled, batch.form, batch.counted
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
-        block = state.enter(table, split)
+        block = state.enter(table, split, None if torch.compiler.is_compiling() else tokens_of(table))
         block.ran = batch.ran
         try:
             yield table

@@ -79,8 +79,8 @@ def unseen(call: Callable[[], T], device: torch.device) -> T:
     """Return ``call()``, without gradients, in another thread: no mode of this one sees what it calls, and nothing is
     routed. Stream and autocast are those of this thread.
 
-    For comparisons that only a first forward makes: a selective checkpoint counts the operators that it sees, and would
-    take the results of others in a recompute.
+    For comparisons that only a first forward makes, and what is added up beside forwards: a selective checkpoint counts
+    the operators that it sees, and would take the results of others in a recompute.
     """
     module, kind = torch.get_device_module(device), device.type
     has_streams = hasattr(module, "current_stream")

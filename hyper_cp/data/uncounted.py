@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import checkpoint
 from ..mesh import cp_mesh
 from ..mesh.arguments import is_int
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.padding import Padding
 from ..schedule.documents import read, tokens_of
 from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
@@ -45,39 +47,72 @@ def can_hold(dtype: torch.dtype, value: float) -> bool:
     return least <= value <= most
 
 
+_OfBlock = tuple[Padding | None, Tensor | None, Tensor | None]
+"""Of the batch of a block: the places of its tokens, its documents if the layout depends on them, and ``[1 or B, S]``
+False at padding of its own, if that is asked for."""
+
+
 def _padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
-    """True where a tensor of this rank's tokens holds padding, in its shape; None: nowhere. ``of_batch``: also
-    that which its batch has had itself."""
+    """True where a tensor of this rank's tokens holds padding, in its shape; None: nowhere. ``of_batch``: also that
+    which its batch has had itself."""
     if torch.compiler.is_compiling():  # what is padding is known on the host, when the graph runs
-        found: Tensor = padding_op(x, cp.key, layout, of_batch)
+        found: Tensor = padding_op(x, *cp.batch.inputs_of_padding, cp.key, layout, of_batch)
         return found
-    at = _known_padding(cp, layout, x, of_batch)
+    at = _known_padding(cp, layout, x, _of_block(cp, layout, of_batch))
     return None if at is None else at.to(x.device).expand(x.shape)
 
 
-def _known_padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
+def _of_block(cp: CPMesh, layout: str, of_batch: bool) -> _OfBlock:
+    tokens = tokens_of(cp.batch.documents_in_block) if of_batch else None
+    return cp.batch.places_in_block, cp.batch.documents if by_documents(layout) else None, tokens
+
+
+def _known_padding(cp: CPMesh, layout: str, x: Tensor, of_block: _OfBlock) -> Tensor | None:
+    """True where an entry of a batch, or else what fits the batch of a block, holds padding, broadcast over it."""
     if known := cp.batch.entries.past_of(x):
         return known[0]
-    places, tokens = cp.batch.places_in_block, tokens_of(cp.batch.documents_in_block) if of_batch else None
+    places, documents, tokens = of_block
     if places is None or not (places.known or tokens is not None):
         return None
-    documents = cp.batch.documents if by_documents(layout) else None
     if by_documents(layout) and documents is None:
         return None
     at = resolve(layout, cp.size, places.padded, read(documents)).positions(cp.rank)
-    past = at >= torch.tensor(places.ends, device="cpu")[:, None]
+    if tokens is not None and len(tokens) > 1 and torch.equal(tokens, tokens[:1].expand_as(tokens)):
+        tokens = tokens[:1]  # the same in any row
+    past = at >= torch.tensor(places.ends if len({*places.ends}) > 1 else places.ends[:1], device="cpu")[:, None]
     return places.spread(past if tokens is None else past | ~tokens[:, at], tuple(x.shape))
 
 
 # It communicates nothing, and a captured graph would repeat what it has read of another batch.
 @torch.library.custom_op("hyper_cp::padding", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def padding_op(x: Tensor, mesh: str, layout: str, of_batch: bool) -> Tensor:
-    """True where ``x`` holds padding, in its shape."""
-    at = _known_padding(cp_mesh.by_key(mesh), layout, x, of_batch)
+def padding_op(
+    x: Tensor,
+    table: Tensor | None,
+    documents: Tensor | None,
+    tokens: Tensor | None,
+    mesh: str,
+    layout: str,
+    of_batch: bool,
+) -> Tensor:
+    """True where ``x`` holds padding, in its shape. The graph has the block of its forward as tensors: it may run this
+    again in backward, behind the block. A checkpoint around the graph has recorded the block."""
+    cp = cp_mesh.by_key(mesh)
+    of_block, places = _of_block(cp, layout, of_batch), None if table is None else Padding.of_table(table)
+    if not checkpoint.in_recompute():
+        of_block = places, documents if by_documents(layout) else None, tokens if of_batch else None
+    at = _known_padding(cp, layout, x, of_block)
     found = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     return found if at is None else found.copy_(at)
 
 
 @padding_op.register_fake
-def _(x: Tensor, mesh: str, layout: str, of_batch: bool) -> Tensor:
+def _(
+    x: Tensor,
+    table: Tensor | None,
+    documents: Tensor | None,
+    tokens: Tensor | None,
+    mesh: str,
+    layout: str,
+    of_batch: bool,
+) -> Tensor:
     return torch.empty(x.shape, dtype=torch.bool, device=x.device)

@@ -449,6 +449,8 @@ class DecoderHook:
         self.sees_images = bool(to_images)
         """True if modules of the decoder attend to images, which are the states of an encoder."""
         self.compared = False
+        self.given_positions: bool | None = None
+        """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
         """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
         self.own = own_attention(decoder) if decoder._can_set_attn_implementation() else []
@@ -505,6 +507,7 @@ class DecoderHook:
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
+        of_caller, self.given_positions = self.given_positions, None
         found = cache_in(kwargs)
         cache = found if isinstance(found, SplitModelCache) else None
         on_one_device = self.on_one_device(mesh, (documents, given), ready, kwargs)
@@ -540,6 +543,13 @@ class DecoderHook:
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             self.binding.positions = tokens.shape[1]
             handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
+            if of_caller is False and ready is None and mesh.parallel and kwargs.get("position_ids") is not None:
+                raise ValueError(
+                    f"{self.binding.name} got position ids that the model around it has counted, over the "
+                    f"{tokens.shape[1]} tokens of this rank's share: the call had none. Tokens of all ranks but the "
+                    "first would have wrong positions. Take the batch through prepare_batch, or pass position_ids that "
+                    "were split as the tokens are (handler.dispatch, or a buffer of the block)"
+                )
             batch = self._batch_state(handler, documents, given, ready, tokens, kwargs).to(tokens.device)
             if batch.padding_counts and not self.hides_padding:
                 documents = batch.documents if batch.tokens is None else None
@@ -692,7 +702,8 @@ class DecoderHook:
     ) -> PreparedBatch:
         """The state that ``prepare_batch`` has read, or that is read now, with the documents of the enclosing block."""
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        padding = padding_mask(mask)
+        # What a model around the decoder has read of a batch of prepare_batch is in the batch already.
+        padding = padding_mask(mask if ready is None or isinstance(mask, Tensor) else None)
         known = ready is not None and (ready.documents is not None or ready.tokens is not None)
         if (ready is not None and (padding is not None or given is not None)) or (
             block is not None and (known or given is not None)
@@ -796,6 +807,7 @@ class HeadHook:
                 cache.turn.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
             cache.running = True
         ready = kwargs.get("context_parallel")
+        self.decoder.given_positions = kwargs.get("position_ids") is not None
         forward.offer(ready)
         if ready is not None or self.decoder.binding.active.parallel:
             check_ignored(model, kwargs)

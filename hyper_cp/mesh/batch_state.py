@@ -21,8 +21,13 @@ PACKED = 16
 class Block:
     """One entered ``handler.documents`` block, and the calls that have used its documents."""
 
-    def __init__(self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None) -> None:
+    def __init__(
+        self, documents: Tensor | None, owner: ThreadBlocks, split: Split | None, tokens: Tensor | None
+    ) -> None:
         self.documents, self.owner, self.split = documents, owner, split
+        places = None if split is None else split.places
+        self.inputs = None if places is None else places.table(), documents, tokens
+        """Tensors that say what is padding, as :attr:`BatchState.inputs_of_padding` does."""
         self.opened = _of_all_meshes.entered
         self.ran = False
         """True if something has run over the whole sequence in the block."""
@@ -40,6 +45,8 @@ class ThreadBlocks:
         self.entered: list[Block] = []
         # An attribute, and not the last block: a compiled graph reads it as an input, at any depth of blocks.
         self.documents: Tensor | None = None
+        self.inputs: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
+        """Those of the last block; an attribute as well."""
         self.layouts: list[str] = []
         """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
 
@@ -93,15 +100,16 @@ class BatchState:
 
     # ------------------------------------------------------------------ blocks
 
-    def enter(self, documents: Tensor | None, split: Split | None = None) -> Block:
-        """Make documents (None: a batch without) active in this thread."""
+    def enter(self, documents: Tensor | None, split: Split | None = None, tokens: Tensor | None = None) -> Block:
+        """Make documents (None: a batch without) active in this thread. ``tokens``: False where the batch itself has
+        padding, ``[1 or B, S]``."""
         blocks = self._this_thread.blocks
-        block = Block(documents, blocks, split)
+        block = Block(documents, blocks, split, tokens)
         block.opened.append(block)
         if not blocks.entered:
             self._threads.append(blocks)
         blocks.entered.append(block)
-        blocks.documents = documents
+        blocks.documents, blocks.inputs = documents, block.inputs
         return block
 
     @property
@@ -115,6 +123,7 @@ class BatchState:
         block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
+        blocks.inputs = blocks.entered[-1].inputs if blocks.entered else (None, None, None)
         if not blocks.entered:
             self._threads.remove(blocks)
 
@@ -200,6 +209,12 @@ class BatchState:
         found: Tensor | None
         (found,) = checkpoint.batch_state(self, lambda: (self.known_documents,))
         return found
+
+    @property
+    def inputs_of_padding(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """For compiled graphs, of the batch of this thread's innermost block: the table of :attr:`places_in_block`, its
+        documents, and False where it has padding of its own."""
+        return self._this_thread.blocks.inputs
 
     @property
     def weighed(self) -> Counted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -30,14 +31,26 @@ class Padding:
     """Positions of each rank."""
     form: Form = Form()
 
+    def table(self) -> Tensor:
+        """The same in one tensor, an input of compiled graphs: a recompute in backward has that of its forward."""
+        parts = self.ends, (self.padded, self.share), self.form.rows, self.form.dims
+        return torch.tensor([x for part in parts for x in (len(part), *part)], device="cpu")
+
+    @classmethod
+    def of_table(cls, table: Tensor) -> Padding:
+        """The padding of a :meth:`table`."""
+        numbers = iter(table.tolist())
+        ends, (padded, share), rows, dims = (tuple(islice(numbers, next(numbers))) for _ in range(4))
+        return cls(ends, padded, share, Form(rows, dims))
+
     def spread(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """Numbers of a share's tokens ``[1 or B, share]``, in a form that broadcasts to values of this shape: a value,
         or several, for each token, flattened or not. None: these are no values of all tokens of the share.
 
         Raises:
-            ValueError: if the values may be those of tokens in two orders.
+            ValueError: if the values may be those of tokens in two orders, or of unknown rows.
         """
-        places = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)
+        places, several_rows = torch.arange(tokens.numel(), device="cpu").view(tokens.shape), False
         for form in (self._beside_rows, self._flat, self._beside_others):
             first, *others = [x.expand(shape) for x in form(places, shape)] or [places]
             if any(not torch.equal(x, first) for x in others):
@@ -50,6 +63,13 @@ class Padding:
                 )
             if found := form(tokens, shape):
                 return found[0]
+            several_rows |= len(tokens) > 1 and bool(form(tokens[:1], shape))
+        if several_rows:
+            raise ValueError(
+                f"labels or mask of shape {shape} have other rows than this batch, whose {len(tokens)} rows have "
+                "padding in different places. It must not count, and which row is which is not known. Pass labels or "
+                "a mask of all rows in their order, parts of the batch's own entries, or compute a mean for each pass"
+            )
         return None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -534,6 +535,47 @@ def test_what_is_known_of_a_batch_is_remembered(ranks: Any) -> None:
 
 
 @on_ranks
+def compiled_checkpoints(way: str, layout: str) -> float:
+    """The error of the gradient of a weight, where a loss is recomputed behind the block of its padded batch."""
+    handler, g = ContextParallelHandler(init_device_mesh("cpu", (dist.get_world_size(),)), layout), torch.Generator()
+    weight = torch.randn(3, 5, generator=g.manual_seed(0), dtype=torch.float64)
+
+    def loss(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        per_token = F.cross_entropy((x @ weight).tanh().mT, y, reduction="none")
+        means = handler.mean_loss(per_token, y + 0, gradients="sum", elsewhere=True)
+        return means + handler.mean_loss(per_token, mask=torch.ones_like(y), gradients="sum", elsewhere=True)
+
+    if way == "inside":
+        run: Any = torch.compile(lambda *given: checkpoint(loss, *given, use_reentrant=False), backend="aot_eager")
+    else:
+        graph = torch.compile(loss, backend="aot_eager")
+        run = partial(checkpoint, graph, use_reentrant=False)
+    worst = 0.0
+    for length in (17, 16, 19):
+        x, y = torch.randn(2, length, 3, generator=g, dtype=torch.float64), torch.randint(5, (2, length), generator=g)
+        batch, mine, own = handler.get_batch_on_this_cp_rank({"x": x, "y": y}), weight.clone(), weight.clone()
+        other = handler.get_batch_on_this_cp_rank({"x": x[:, :12]})
+        with handler.documents(batch), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing reads the documents here
+            total = run(batch["x"], mine.requires_grad_(), batch["y"])
+        with handler.documents(other):
+            total.backward()
+        dist.all_reduce(mine.grad)
+        (2 * F.cross_entropy((x @ own.requires_grad_()).tanh().mT, y)).backward()
+        worst = max(worst, (mine.grad - own.grad).abs().max().item())  # type: ignore[operator]
+    return worst
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "balanced"])
+@pytest.mark.parametrize("way", ["inside", "around"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_losses_are_recomputed_with_the_padding_of_their_batch(
+    ranks: Any, world: int, way: str, layout: str
+) -> None:
+    assert max(ranks(world, compiled_checkpoints, way, layout)) <= 1e-12
+
+
+@on_ranks
 def masks_of_padded_batches(short: int) -> dict[str, float]:
     """Errors of means and sums with the padding mask of a batch that has an empty row, with its copies, and with what a
     loader moves to a device."""
@@ -555,6 +597,10 @@ def masks_of_padded_batches(short: int) -> dict[str, float]:
             for kind, given in masks.items():
                 losses = batch["x"][..., None] if given.ndim == 3 else batch["x"]
                 found[f"{name}, {kind}"] = handler.mean_loss(losses, mask=given, elsewhere=True) - want
+            twice = torch.cat([batch["x"]] * 2), torch.stack([copied[1]] * 2)
+            for losses, given in (twice[0], twice[1].flatten(0, 1)), (twice[0].view_as(twice[1]), twice[1]):
+                with pytest.raises(ValueError, match="have other rows than this batch, whose 3 rows have padding"):
+                    handler.mean_loss(losses, mask=given, elsewhere=True)
             pooled = handler.pool(batch["x"], "sum", mask=copied[1])
             found[f"{name}, compiled"] = compiled(batch["x"], shown) - want
         found[f"{name}, behind"] = handler.mean_loss(batch["x"], mask=shown, elsewhere=True) - want

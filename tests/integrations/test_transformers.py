@@ -17,7 +17,7 @@ from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.oracle import absolute_error
-from tests.harness.ranks import check_errors, errors_of, on_ranks, sum_over_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
@@ -147,10 +147,16 @@ def masks_of_outer_models(name: str) -> dict[str, float]:
     model, found = tiny_causal(name), {}
     direct, handler = prepared(model, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
     for case in ("left", "both", "between"):
+        direct.zero_grad()
         batch = batches()[case]
         given = {"attention_mask": batch["attention_mask"], "position_ids": torch.arange(24).expand(2, -1)}
         local = {**prepare_batch(handler, {k: batch[k] for k in ("input_ids", "labels")})}
         del local["context_parallel"]
+        if name == "gemma4":
+            alone = {k: x for k, x in local.items() if k != "position_ids"}
+            error = error_of(lambda: direct(**alone))
+            assert "position ids that the model around it has counted" in error, error
+        found[f"{case}, prepare_batch"] = compare(direct, prepare_batch(handler, batch), unsharded(model, batch))
         for kind, mask in ("local", handler.dispatch(given["attention_mask"], 1)), ("global", given["attention_mask"]):
             want = unsharded(model, {**batch, **given})
             direct.zero_grad()

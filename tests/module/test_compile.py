@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.cli.modes import named_mode
 from hyper_cp.mesh import comm
+from hyper_cp.mesh.padding import Form, Padding
 from hyper_cp.ops import SAVE_LIST, attention, causal_conv1d
 from hyper_cp.ops.recurrence.engine import RecurrenceSettings
 from hyper_cp.ops.recurrence.kernels import choose
@@ -240,7 +241,8 @@ def opcheck_all(world: int) -> None:
         torch.library.opcheck(ops.share_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1, *how))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
-    torch.library.opcheck(ops.padding.default, (torch.ones(2, 8, dtype=torch.int64), cp.key, "head_tail", True))
+    tables = Padding((15,), 16, 8, Form((2,))).table(), torch.tensor([[0, 15, 16]]), torch.ones(1, 16, dtype=torch.bool)
+    torch.library.opcheck(ops.padding.default, (torch.ones(2, 8), *tables, cp.key, "head_tail", True))
     counts = [0, 3] if cp_mesh.view(mesh, 1).rank == 0 else [3, 0]  # to each rank, and from each
     rows = torch.randn(3, 4, requires_grad=True)
     torch.library.opcheck(ops.move_rows.default, (rows, counts, counts, cp_mesh.view(mesh, 1).key))
