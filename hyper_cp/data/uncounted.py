@@ -48,8 +48,8 @@ def can_hold(dtype: torch.dtype, value: float) -> bool:
 
 
 _OfBlock = tuple[Padding | None, Tensor | None, Tensor | None]
-"""Of the batch of a block: the places of its tokens, its documents if the layout depends on them, and ``[1 or B, S]``
-False at padding of its own, if that is asked for."""
+"""A block's batch: the places of its tokens, its documents if the layout depends on them, and ``[1 or B, S]`` False at
+padding of its own, if that is asked for."""
 
 
 def _padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
