@@ -72,14 +72,9 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def caller_of(code: CodeType, depth: int) -> FrameType | None:
-    """The first of the ``depth`` innermost Python frames of this thread that runs ``code``."""
-    return next((frame for frame in islice(_frames(), depth) if frame.f_code is code), None)
-
-
-def frames_of(code: CodeType) -> Iterator[FrameType]:
-    """The Python frames of this thread that run ``code``, innermost first."""
-    return (frame for frame in _frames() if frame.f_code is code)
+def frames_of(code: CodeType, depth: int | None = None) -> Iterator[FrameType]:
+    """The Python frames of this thread that run ``code``, innermost first. ``depth``: of the innermost ones only."""
+    return (frame for frame in islice(_frames(), depth) if frame.f_code is code)
 
 
 def running_modules() -> Iterator[nn.Module]:

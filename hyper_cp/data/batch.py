@@ -146,11 +146,9 @@ def read_batch(
         del entries["labels"], whole.dims["labels"]
     own = whole.entries.get("shift_labels", whole.entries.get("labels")) if named else None
     counted = [own, *(whole.entries[f"shift_labels_{k}"] for k in range(1, 1 + mtp_depth))]
-    numbers = (
-        torch.stack([(widened(x, ignore_index) != ignore_index).sum() for x in counted])
-        if isinstance(own, Tensor)
-        else None
-    )
+    numbers = None
+    if isinstance(own, Tensor):
+        numbers = torch.stack([(widened(x, ignore_index) != ignore_index).sum() for x in counted])
 
     def split() -> Any:
         shares = whole.split(fill, positions=named)

@@ -48,8 +48,8 @@ def can_hold(dtype: torch.dtype, value: float) -> bool:
 
 
 _OfBlock = tuple[Padding | None, Tensor | None, Tensor | None]
-"""A block's batch: the places of its tokens, its documents if the layout depends on them, and ``[1 or B, S]`` False at
-padding of its own, if that is asked for."""
+"""A block's batch: the places of its tokens, its documents (read if the layout depends on them), and ``[1 or B, S]``
+False at padding of its own, if that is asked for."""
 
 
 def _padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
@@ -76,7 +76,8 @@ def _known_padding(cp: CPMesh, layout: str, x: Tensor, of_block: _OfBlock) -> Te
         return None
     if by_documents(layout) and documents is None:
         return None
-    at = resolve(layout, cp.size, places.padded, read(documents)).positions(cp.rank)
+    packed = read(documents) if by_documents(layout) else None
+    at = resolve(layout, cp.size, places.padded, packed).positions(cp.rank)
     if tokens is not None and len(tokens) > 1 and torch.equal(tokens, tokens[:1].expand_as(tokens)):
         tokens = tokens[:1]  # the same in any row
     past = at >= torch.tensor(places.ends if len({*places.ends}) > 1 else places.ends[:1], device="cpu")[:, None]
@@ -99,20 +100,12 @@ def padding_op(
     cp = cp_mesh.by_key(mesh)
     of_block, places = _of_block(cp, layout, of_batch), None if table is None else Padding.of_table(table)
     if not checkpoint.in_recompute():
-        of_block = places, documents if by_documents(layout) else None, tokens if of_batch else None
+        of_block = places, documents, tokens if of_batch else None
     at = _known_padding(cp, layout, x, of_block)
     found = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     return found if at is None else found.copy_(at)
 
 
 @padding_op.register_fake
-def _(
-    x: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    tokens: Tensor | None,
-    mesh: str,
-    layout: str,
-    of_batch: bool,
-) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=torch.bool, device=x.device)

@@ -449,9 +449,9 @@ class DecoderHook:
         self.sees_images = bool(to_images)
         """True if modules of the decoder attend to images, which are the states of an encoder."""
         self.compared = False
+        """True once the ranks' tokens have been compared."""
         self.given_positions: bool | None = None
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
-        """True once the ranks' tokens have been compared."""
         self.adapters_checked = False
         self.own = own_attention(decoder) if decoder._can_set_attn_implementation() else []
         """Attention modules of users, which will have to call attention in the first forward."""

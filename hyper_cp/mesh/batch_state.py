@@ -26,8 +26,8 @@ class Block:
     ) -> None:
         self.documents, self.owner, self.split = documents, owner, split
         places = None if split is None else split.places
-        self.inputs = None if places is None else places.table(), documents, tokens
-        """Tensors that say what is padding, as :attr:`BatchState.inputs_of_padding` does."""
+        self.padding = None if places is None else places.table(), tokens
+        """The table of the places of tokens, and False where the batch itself has padding."""
         self.opened = _of_all_meshes.entered
         self.ran = False
         """True if something has run over the whole sequence in the block."""
@@ -45,8 +45,8 @@ class ThreadBlocks:
         self.entered: list[Block] = []
         # An attribute, and not the last block: a compiled graph reads it as an input, at any depth of blocks.
         self.documents: Tensor | None = None
-        self.inputs: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
-        """Those of the last block; an attribute as well."""
+        self.padding: tuple[Tensor | None, Tensor | None] = None, None
+        """That of the last block; an attribute as well."""
         self.layouts: list[str] = []
         """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
 
@@ -109,7 +109,7 @@ class BatchState:
         if not blocks.entered:
             self._threads.append(blocks)
         blocks.entered.append(block)
-        blocks.documents, blocks.inputs = documents, block.inputs
+        blocks.documents, blocks.padding = documents, block.padding
         return block
 
     @property
@@ -123,7 +123,7 @@ class BatchState:
         block.opened.remove(block)
         blocks.entered.remove(block)
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
-        blocks.inputs = blocks.entered[-1].inputs if blocks.entered else (None, None, None)
+        blocks.padding = blocks.entered[-1].padding if blocks.entered else (None, None)
         if not blocks.entered:
             self._threads.remove(blocks)
 
@@ -214,7 +214,8 @@ class BatchState:
     def inputs_of_padding(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """For compiled graphs, of the batch of this thread's innermost block: the table of :attr:`places_in_block`, its
         documents, and False where it has padding of its own."""
-        return self._this_thread.blocks.inputs
+        blocks = self._this_thread.blocks
+        return blocks.padding[0], blocks.documents, blocks.padding[1]
 
     @property
     def weighed(self) -> Counted:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch.modules import caller_of
-from ..schedule.documents import PackedDocuments, read, tokens_of
+from .._torch.modules import frames_of
+from ..schedule.documents import read, tokens_of
 from ..schedule.lookup import resolve
 from .running_call import RunningCall
 
@@ -35,7 +34,7 @@ def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
     """
     mode, size = call.binding.style.mode, call.mesh.views[0].size
     code = getattr(getattr(sys.modules.get(_CALLER[0]), _CALLER[1], None), "__code__", None)
-    frame = caller_of(code, FRAMES) if code is not None and size > 1 else None
+    frame = next(frames_of(code, FRAMES), None) if code is not None and size > 1 else None
     if frame is None:
         return
     module, whole = frame.f_locals["module"], length * size
@@ -98,18 +97,11 @@ def _frequencies(config: Any) -> Iterator[tuple[str, int]]:
 
 def _ends(layout: str, size: int, whole: int, documents: Tensor | None) -> tuple[int, ...]:
     """One more than the largest position of each rank; positions restart in documents."""
-    if documents is None:
-        return _ends_of_layout(layout, size, whole)
-    packed = read(documents)
-    found: tuple[int, ...] = packed.derived(("ends", layout, size), lambda: _made(layout, size, whole, packed))
-    return found
+    packed = None if documents is None else read(documents)
+    resolved = resolve(layout, size, whole, packed)
 
+    def make() -> tuple[int, ...]:
+        shares = [resolved.positions(rank) for rank in range(size)]
+        return tuple(int((at if packed is None else packed.restarted(at)).max()) + 1 for at in shares)
 
-@lru_cache(maxsize=64)
-def _ends_of_layout(layout: str, size: int, whole: int) -> tuple[int, ...]:
-    return _made(layout, size, whole, None)
-
-
-def _made(layout: str, size: int, whole: int, packed: PackedDocuments | None) -> tuple[int, ...]:
-    shares = [resolve(layout, size, whole, packed).positions(rank) for rank in range(size)]
-    return tuple(int((at if packed is None else packed.restarted(at)).max()) + 1 for at in shares)
+    return (resolved if packed is None else packed).derived(("ends", layout, size), make)
