@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.once import refuse_a_second_time
 from ..mesh import cp_mesh
-from ..mesh.comm import Axis, gather_ranks
+from ..mesh.comm import Axis, gather_by_keys, gather_ranks
 from ..mesh.failures import operation
 from ..ops.differentiable import differentiable
 from ..ops.exchange.held_rows import fetch, rows_plan
@@ -127,5 +127,15 @@ def rows_to_readers(x: Tensor, plan: ReadRows, mesh: str) -> Tensor:
 
 def by_rank(mesh: DeviceMesh, x: Tensor) -> Tensor:
     """Gather a small ``x`` from every rank of a mesh of any number of dimensions: ``[n, *x.shape]`` on all of them."""
-    axes = [Axis.of(mesh.get_group(dim)) for dim in reversed(range(mesh.ndim))]
-    return gather_ranks(axes, x)
+    if torch.compiler.is_compiling():
+        return gather_by_keys(_keys_of_axes(mesh), x)
+    return gather_ranks(_axes(mesh), x)
+
+
+def _axes(mesh: DeviceMesh) -> list[Axis]:
+    return [Axis.of(mesh.get_group(dim)) for dim in reversed(range(mesh.ndim))]
+
+
+@torch.compiler.assume_constant_result  # a graph would keep its axes when it has run, and its op asks for them before
+def _keys_of_axes(mesh: DeviceMesh) -> list[str]:
+    return [axis.key for axis in _axes(mesh) if axis.size > 1]

@@ -90,6 +90,8 @@ class NoClass(ValueError):
 
 def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
     """The mesh over which gradients are reduced: the one that was given, which contains the cp mesh, or that itself."""
+    if mesh is not None and torch.compiler.is_compiling():  # a graph sees another type, and no ranks
+        return mesh
     check_type("mesh", mesh, (DeviceMesh, type(None)), "Gradients are reduced over its ranks. Pass a DeviceMesh")
     if mesh is not None and not set(cp.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
         raise ValueError(

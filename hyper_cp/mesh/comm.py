@@ -142,11 +142,19 @@ class Axis:
     """The adjacent ranks that share a host, of an axis with links of its own between hosts; else 0."""
     between: Axis | None = None
     """The same ranks with another group, for messages to other hosts: messages of one group follow each other."""
+    key: str = ""
+    """The name of its group, by which the op of a compiled graph finds it."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
-        kind = BACKENDS.get(backend_of(group), Axis)
-        return kind(dist.get_rank(group), dist.get_world_size(group), group)
+        kind, kept = BACKENDS.get(backend_of(group), Axis), _BY_KEY.get(group.group_name)
+        if kept is not None and kept.group is group and type(kept) is kind:
+            return kept
+        made = kind(dist.get_rank(group), dist.get_world_size(group), group, key=group.group_name)
+        for key in [key for key, axis in _BY_KEY.items() if not axis.alive()]:
+            del _BY_KEY[key]
+        _BY_KEY[made.key] = made
+        return made
 
     @staticmethod
     def alone() -> Axis:
@@ -311,6 +319,9 @@ def _one_each(messages: Sequence[Message]) -> list[list[Message]]:
     return rounds
 
 
+_BY_KEY: dict[str, Axis] = {}
+"""The axes of process groups that exist, for ops, to which only strings travel."""
+
 BACKENDS: dict[str, type[Axis]] = {"gloo": GlooAxis, "hccl": HcclAxis}
 """The kind of axis for each backend; any other has :class:`Axis` itself."""
 
@@ -340,12 +351,35 @@ def _sum_in_place(parts: list[Tensor]) -> Tensor:
 
 def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
     """Gather ``x`` of every rank of a mesh: ``[n, *x.shape]`` in rank order; ``axes`` innermost first."""
+    if torch.compiler.is_compiling():
+        return gather_by_keys([axis.key for axis in axes if axis.size > 1], x)
     # Some backends have no bool: bytes travel as bytes.
     wire = x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x.contiguous()
     for axis in axes:
         if axis.size > 1:
             wire = axis.all_gather(wire).wait()
     return wire.view(x.dtype).view(-1, *x.shape)
+
+
+def gather_by_keys(axes: Sequence[str], x: Tensor) -> Tensor:
+    """:func:`gather_ranks` in a graph, over axes of several ranks by their keys."""
+    found = x.unsqueeze(0)
+    for axis in axes:
+        found = gather_ranks_op(found, axis).flatten(0, 1)
+    return found
+
+
+# An op: a traced transfer would be cut in two where it is posted, and the second graph writes the buffer in flight as a
+# whole when it copies this rank's part into it, with what was there before the other parts arrived.
+@torch.library.custom_op("hyper_cp::gather_ranks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def gather_ranks_op(x: Tensor, axis: str) -> Tensor:
+    """:func:`gather_ranks` over one axis of several ranks, by its key."""
+    return gather_ranks([_BY_KEY[axis]], x)
+
+
+@gather_ranks_op.register_fake
+def _(x: Tensor, axis: str) -> Tensor:
+    return x.new_empty(_BY_KEY[axis].size, *x.shape)
 
 
 def sum_to_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:

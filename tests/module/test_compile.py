@@ -239,6 +239,7 @@ def opcheck_all(world: int) -> None:
     for how in (), (True,), (True, True):
         torch.library.opcheck(ops.gather_sequence.default, (x, None, cp.key, "head_tail", 1, *how))
         torch.library.opcheck(ops.share_sequence.default, (torch.randn(2, 16, 3), None, cp.key, "head_tail", 1, *how))
+    torch.library.opcheck(ops.gather_ranks.default, (x.detach(), cp_mesh.view(mesh, 1).flat[0].key))
     torch.library.opcheck(ops.roll_sequence.default, (x, torch.tensor([[0, 5, 16]]), cp.key, "head_tail", 1, -3))
     torch.library.opcheck(ops.fingerprint.default, (torch.tensor([[0, 5, 16]]), cp.key))
     tables = Padding((15,), 16, 8, Form((2,))).table(), torch.tensor([[0, 15, 16]]), torch.ones(1, 16, dtype=torch.bool)
@@ -279,6 +280,7 @@ def test_opcheck_of_every_op(ranks: Any) -> None:
         "attention",
         "attention_backward",
         "all_to_all",
+        "gather_ranks",
         "fingerprint",
         "gather_sequence",
         "move_rows",
