@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from .mesh.agreement import digest
 from .mesh.arguments import check_type
 from .mesh.family import MeshFamily
 from .mesh_swap import context_parallel_mesh
-from .schedule.documents import documents_table
+from .ops import max_logits
+from .schedule.documents import documents_table, mark_tokens
 from .schedule.layout import by_documents
 
 _IDLE_TOKENS = 8
@@ -71,11 +73,16 @@ class DynamicStep:
         batch.length = batch.padded_length = _IDLE_TOKENS
         if m is not None:
             batch.length, batch.padded_length = sum(m.lengths), m.length
-            batch.documents = documents_table(m.documents)
         try:
-            with context_parallel_mesh(model, self.family.cp(self.degree)) as handler:
-                if by_documents(handler.layout) and batch.documents is None:  # one sample without padding
-                    batch.documents = documents_table([0, batch.padded_length])
+            with (
+                context_parallel_mesh(model, self.family.cp(self.degree)) as handler,
+                max_logits.ignored(model) if m is None else nullcontext(),
+            ):
+                ends = None if m is None else m.documents
+                if ends is not None or by_documents(handler.layout):
+                    table: Any = documents_table(ends or (0, batch.padded_length))
+                    inside = torch.arange(batch.padded_length, device="cpu")[None] < batch.length
+                    batch.documents = table if inside.all() else mark_tokens(table, inside)
                 with handler.documents(batch):
                     yield handler
         except BaseException:

@@ -6,6 +6,9 @@ taken: over those of this rank, then over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +59,19 @@ def keep(
     if len(kept) == CALLS:
         kept[:] = [unseen(lambda: torch.stack(kept).amax(0), rows.device)]
     kept.append(of_heads(rows.detach(), cp, layout, documents, counted))
+
+
+@contextmanager
+def ignored(model: nn.Module) -> Iterator[None]:
+    """A block whose tokens are none of the training: what modules keep of its calls is -inf."""
+    before = [(module, module.__dict__.pop(_KEPT, [])) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, kept in before:
+            kept += [torch.full_like(x, -torch.inf) for x in module.__dict__.pop(_KEPT, [])[:1]]
+            if kept:
+                module.__dict__[_KEPT] = kept
 
 
 def take(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, DynamicContextParallel, dynamic_steps, split_cp_mesh
+from hyper_cp.data.dynamic import CostModel
 from hyper_cp.ops import SAVE_LIST, attention, kernels
 from hyper_cp.ops.kernels import TileInputs
 from hyper_cp.ops.kernels.scores import flex_kernel
@@ -334,6 +335,73 @@ def prepared(name: str) -> float:
 def test_models_of_transformers(ranks: Any, name: str) -> None:
     pytest.importorskip("transformers")
     assert max(ranks(2, prepared, name)) <= 1e-9
+
+
+def dynamic(model: nn.Module, samples: list[Tensor], run: Any) -> dict[str, Tensor]:
+    """Largest logits after a step in which each micro-batch has its own degree."""
+    family = split_cp_mesh(cp_mesh())
+    scheduler = DynamicContextParallel(family, 16, CostModel(linear=1.0, quadratic=0.02, exchange=2.0))
+    for turn in dynamic_steps(scheduler.plan([len(x) for x in samples]), family):
+        with turn.mesh(model) as handler:
+            ids, positions = (handler.dispatch(x, 1) for x in (turn.pack(samples), turn.positions()))
+            turn.loss(run(ids, positions).sum(), 1).backward()
+    return ContextParallelHandler.of(model).max_logits(model, mesh=family.dp(1))
+
+
+@on_ranks
+def of_steps(lengths: list[int]) -> float:
+    """A model of one's own, whose micro-batches have padding, or which has none for a rank."""
+    samples = [torch.randint(1, 32, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    model, alone = Model(), Model()
+    style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail", max_logits=True)
+    parallelize_module(model, cp_mesh(), {"layers.*.inner": style})
+    found, seen = dynamic(model, samples, lambda ids, positions: model(ids)), []
+    for x in samples:
+        alone(x[None], torch.ones(1, len(x), len(x), dtype=torch.bool).tril())
+    for layer in alone.layers:
+        seen.append(torch.stack(layer.largest).amax(0))  # type: ignore[union-attr, arg-type]
+    return max(relative_error(x, y) for x, y in zip(found.values(), seen, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[20, 4], [10], [22, 14, 8, 5]])
+def test_steps_of_several_degrees(ranks: Any, lengths: list[int]) -> None:
+    """Padding behind samples counted, and what a rank computes that has no micro-batch."""
+    assert max(ranks(2, of_steps, lengths)) <= FP64
+
+
+@on_ranks
+def prepared_steps(lengths: list[int]) -> float:
+    """A model of transformers, of which some micro-batches run on one rank and have neither padding nor neighbours."""
+    from transformers import AttentionInterface
+
+    seen: list[Tensor] = []
+
+    def plain(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, scaling: float, **_: Any) -> Any:
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        hidden = ~torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        logits = (q @ keys.mT * scaling).masked_fill(hidden, -torch.inf)
+        seen.append(logits.amax((0, 2, 3)).detach())
+        return (logits.softmax(-1) @ values).transpose(1, 2), None
+
+    AttentionInterface.register("plain scores", plain)
+    samples = [tokens(n)[0] for n in lengths]
+    style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail", max_logits=True)
+    model, alone = make("llama"), make("llama")
+    with InDouble():
+        alone.set_attn_implementation("plain scores")
+        for x in samples:
+            alone(input_ids=x[None])
+        prepare_model(model, cp_mesh(), style=style)
+        found = dynamic(model, samples, lambda ids, positions: model(input_ids=ids, position_ids=positions).logits)
+    of_layers = torch.stack(seen).view(len(samples), len(found), -1).amax(0)
+    return max(relative_error(x, y) for x, y in zip(found.values(), of_layers, strict=True))
+
+
+@pytest.mark.parametrize(("world", "lengths"), [(1, [16]), (2, [20, 16])])
+def test_steps_of_models_of_transformers(ranks: Any, world: int, lengths: list[int]) -> None:
+    """Such micro-batches were left out."""
+    pytest.importorskip("transformers")
+    assert max(ranks(world, prepared_steps, lengths)) <= 1e-9
 
 
 # --------------------------------------------------------------------------- where it is not possible
