@@ -101,3 +101,20 @@ def source_of_prepare_batch() -> None:
 def test_a_source_that_was_split_is_refused(ranks: Any, world: int) -> None:
     """On one rank the model took it, and saw its padding."""
     ranks.raises(world, NotImplementedError, "got context_parallel. It splits its source", source_of_prepare_batch)
+
+
+@on_ranks
+def short_targets() -> float:
+    """The error of a loss with one target token on each rank, whose source has padding."""
+    model = tiny_causal("t5", SEQ2SEQ)
+    made, _ = prepared(model, ulysses_degree=None)
+    ids, mask = tokens(12), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, 9:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :2]}
+    with InDouble(), torch.no_grad():
+        return abs(float(made(**batch).loss - model(**batch).loss))
+
+
+def test_as_many_targets_as_ranks(ranks: Any) -> None:
+    """Under Ulysses the one row of the source's mask was taken for that of the rank's only target, and refused."""
+    assert max(ranks(2, short_targets)) <= 1e-9

@@ -322,6 +322,8 @@ def attention_forward(
         mask = batch.keys
     elif module in state.cross:
         mask, batch = state.source, replace(batch, documents=None)
+        if mask is not None and query.shape[2] == 1:  # one row for all targets, and not that of this rank's only one
+            mask = mask.expand(-1, -1, state.mesh.mesh.size(), -1)
     elif encoder and request is not None:
         size = request.window
         mask, window = _biased(key_bias, batch.visible), None if size is None else (size, size)
