@@ -8,7 +8,7 @@ The rest of the library relies on these rules:
 * a transfer starts after the work already queued on the current stream, so a buffer may be received into again as soon
   as the kernels that read it have been *queued*;
 * the first transfer on an axis involves all its ranks (some backends create communicators then);
-* compiled code does not trace transfers: it calls ops that make them.
+* no graph writes a buffer in flight: in compiled code gathers, which copy this rank's part meanwhile, are an op.
 """
 
 from __future__ import annotations
