@@ -629,9 +629,9 @@ class DecoderHook:
         """True if the decoder runs as it did before it was prepared: on a mesh of one rank, if no attention has to
         know of documents or padding, or keeps its largest logits."""
         plain = all(x is None for x in documents) and (ready is None or ready.plain)
-        plain = plain and not (mesh.mode.max_logits and torch.is_grad_enabled())
+        keeps = mesh.mode.max_logits and torch.is_grad_enabled()
         selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
-        return not mesh.parallel and plain and not selects
+        return not mesh.parallel and plain and not (keeps or selects)
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1:

@@ -302,27 +302,34 @@ def test_a_step_of_a_model(ranks: Any, at: int) -> None:
         assert max(found.values()) <= FP64, found
 
 
-@on_ranks
-def prepared(name: str) -> float:
-    """A model of transformers, with padding on the left of one row and on the right of the other."""
+def plain_scores(model: Any, mask: Tensor | None = None) -> list[Tensor]:
+    """Let a model of transformers attend with plain scores. The list receives the largest one of each head, call by
+    call. ``mask``: ``[B, S]``, 0 at padding."""
     from transformers import AttentionInterface
 
-    ids, mask = tokens(15), torch.ones(2, 15, dtype=torch.int64)
-    mask[0, :4], mask[1, -6:] = 0, 0
     seen: list[Tensor] = []
 
     def plain(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, scaling: float, **_: Any) -> Any:
-        logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scaling
-        hidden = ~(torch.ones(15, 15, dtype=torch.bool).tril() & mask[:, None, None].bool())
-        seen.append(logits.masked_fill(hidden | ~mask[:, None, :, None].bool(), -torch.inf).amax((0, 2, 3)).detach())
-        weights = logits.masked_fill(hidden, -1e300).softmax(-1)
-        return (weights @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)).transpose(1, 2), None
+        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        logits, known = q @ keys.mT * scaling, torch.ones(1, q.shape[2]) if mask is None else mask
+        hidden = ~(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() & known[:, None, None].bool())
+        seen.append(logits.masked_fill(hidden | ~known[:, None, :, None].bool(), -torch.inf).amax((0, 2, 3)).detach())
+        return (logits.masked_fill(hidden, -1e300).softmax(-1) @ values).transpose(1, 2), None
 
     AttentionInterface.register("plain scores", plain)
+    model.set_attn_implementation("plain scores")
+    return seen
+
+
+@on_ranks
+def prepared(name: str) -> float:
+    """A model of transformers, with padding on the left of one row and on the right of the other."""
+    ids, mask = tokens(15), torch.ones(2, 15, dtype=torch.int64)
+    mask[0, :4], mask[1, -6:] = 0, 0
     style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail", max_logits=True)
     model, alone, handler = make(name), make(name), ContextParallelHandler(cp_mesh(), style)
     with InDouble():
-        alone.set_attn_implementation("plain scores")
+        seen = plain_scores(alone, mask)
         alone(input_ids=ids, attention_mask=mask, position_ids=torch.arange(15)[None])
         prepare_model(model, cp_mesh(), style=style)
         model(**prepare_batch(handler, {"input_ids": ids, "attention_mask": mask, "labels": ids})).loss.backward()
@@ -372,23 +379,11 @@ def test_steps_of_several_degrees(ranks: Any, lengths: list[int]) -> None:
 @on_ranks
 def prepared_steps(lengths: list[int]) -> float:
     """A model of transformers, of which some micro-batches run on one rank and have neither padding nor neighbours."""
-    from transformers import AttentionInterface
-
-    seen: list[Tensor] = []
-
-    def plain(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, scaling: float, **_: Any) -> Any:
-        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        hidden = ~torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-        logits = (q @ keys.mT * scaling).masked_fill(hidden, -torch.inf)
-        seen.append(logits.amax((0, 2, 3)).detach())
-        return (logits.softmax(-1) @ values).transpose(1, 2), None
-
-    AttentionInterface.register("plain scores", plain)
     samples = [tokens(n)[0] for n in lengths]
     style = ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail", max_logits=True)
     model, alone = make("llama"), make("llama")
     with InDouble():
-        alone.set_attn_implementation("plain scores")
+        seen = plain_scores(alone)
         for x in samples:
             alone(input_ids=x[None])
         prepare_model(model, cp_mesh(), style=style)
