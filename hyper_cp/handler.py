@@ -461,6 +461,8 @@ class ContextParallelHandler(Shares):
             >>> handler.mean_loss(torch.tensor([[1.0, 3.0]])).item()  # losses of this rank's tokens
             2.0
         """
+        refuse_dtensor("labels", labels)
+        refuse_dtensor("mask", mask)
         whole, counted = loss.reduced_mesh(mesh, self.mesh), None
         check_ranks = loss.check_tokens(self.cp, losses, labels, mask, self.mesh, whole)
         if getattr(losses, "requires_grad", False) and not torch.compiler.is_compiling():
@@ -553,6 +555,7 @@ class ContextParallelHandler(Shares):
             ValueError, TypeError: for shapes and labels that do not fit the head, and for ``length`` or ``gradients``
                 without ``gather``.
         """
+        refuse_dtensor("labels", labels)
         loss.check_share(self.cp, labels)
         if length is not None and not gather:
             raise ValueError(f"length={length} without gather=True. A share has no padding to cut off. Leave it out")

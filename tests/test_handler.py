@@ -137,6 +137,9 @@ def of_dtensors() -> dict[str, str]:
             f"TypeError: tensor {placed}.*$": lambda: handler.roll_tensor(x, -1, 1),
             f"TypeError: x {placed}": lambda: handler.pool(x),
             f"TypeError: mask {placed}": lambda: handler.pool(local, mask=x),
+            f"TypeError: labels {placed}": lambda: handler.mean_loss(local, x, elsewhere=True),
+            f"TypeError: mask {placed}.*$": lambda: handler.mean_loss(local, mask=x, elsewhere=True),
+            f"TypeError: labels {placed}.*$": lambda: handler.log_probs(local, x, head=torch.nn.Linear(4, 4)),
         }
     )
 

@@ -218,7 +218,7 @@ def main() -> int:
         parser.error(f"--ranks has {args.ranks}, but all are compared with one rank. Add 1")
     heading, found, one = about(args), dict[int, Result](), list[float]()
     for ranks in sorted(args.ranks):
-        ((values, result),) = results_of(rank_main, ranks, args)
+        ((values, result),) = results_of(rank_main, ranks, args, method="fork")  # nothing of torch has run here yet
         one = one or values
         check(values, one, ranks)
         found[ranks] = result

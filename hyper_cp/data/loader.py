@@ -36,7 +36,7 @@ def local_batches(
     more = mesh.size() > cp.size
     while group := [read(whole) for whole in islice(source, accumulate)]:
         labels = [batch.labels for batch in group]
-        counts = _counts(labels, device, mesh if more else None) if accumulate > 1 else None
+        counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
         weights: Any = [None] if counts is None else _weights(counts)
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
             local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
@@ -64,7 +64,7 @@ def _refuse_second_count(batches: Any, accumulate: int) -> None:
         )
 
 
-def _counts(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh | None) -> Tensor:
+def _counts(labels: list[Tensor | None], device: torch.device, accumulate: int, mesh: DeviceMesh | None) -> Tensor:
     """The labels of each micro-batch, over the ranks of ``mesh``: one number for each kind of labels."""
     found = [x for x in labels if x is not None]
     if len(found) < len(labels):
@@ -73,7 +73,19 @@ def _counts(labels: list[Tensor | None], device: torch.device, mesh: DeviceMesh 
             "has labels. Pass them in a dict batch, or accumulate=1 and multiply by weights of your own"
         )
     counts = torch.stack([x.to(device) for x in found])
-    return counts if mesh is None else by_rank(mesh, counts).sum(0)
+    if mesh is None:
+        return counts
+    missing = accumulate - len(counts)
+    of_ranks = by_rank(mesh, torch.cat([counts, counts.new_full((missing, *counts.shape[1:]), -1)]))
+    if missing or device.type == "cpu":  # elsewhere the host would wait, in the middle of an epoch
+        numbers = (of_ranks.reshape(mesh.size(), accumulate, -1)[..., 0] >= 0).sum(1).tolist()
+        if len({*numbers}) > 1:
+            raise ValueError(
+                f"batches ended after {numbers} of {accumulate} micro-batches on ranks {mesh.mesh.flatten().tolist()}. "
+                "All ranks of the mesh step together, and some would wait for the others. Give each data-parallel rank "
+                "as many batches (drop_last=True, or a sampler that fills up)"
+            )
+    return of_ranks[:, : len(counts)].sum(0)
 
 
 def _weights(counts: Tensor) -> list[Any]:

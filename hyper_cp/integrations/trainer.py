@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,13 +26,28 @@ from ..mesh.agreement import digest
 from ..module.mesh_binding import binding_of
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
-from .huggingface.checks import base_of, decoder_of
+from .huggingface.checks import POOLED, base_of, decoder_of
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.two_sequences import stacks_of
 from .transformers import prepare_batch, prepare_model
 
 hooks_of_trainer: WeakKeyDictionary[Any, Iterable[Any]] = WeakKeyDictionary()
 """The hooks by which a model takes whole batches, of its last trainer. Those of the next one replace them."""
+
+
+def _computes(code: CodeType) -> bool:
+    """True for code that does arithmetic (indices do not count), or reads what a model returns for each token."""
+    reads = {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))} & {"logits", "hidden_states"}
+    return bool(reads) or any(x.opname == "BINARY_OP" and x.argrepr != "[]" for x in dis.get_instructions(code))
+
+
+def _has_own_loss(methods: Mapping[str, Any]) -> bool:
+    """True if a trainer with these methods computes its loss by itself: in a ``training_step``, as OnlineDPO of TRL,
+    if that does not call the one behind it."""
+    step = inspect.unwrap(methods.get("training_step", transformers.Trainer.training_step))
+    return "compute_loss" in methods or (
+        step is not transformers.Trainer.training_step and "training_step" not in step.__code__.co_names
+    )
 
 
 def where_split(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +107,7 @@ class ContextParallelTrainer:
         classes = type(self).__mro__
         behind = classes[classes.index(ContextParallelTrainer) + 1 :]
         for trainer in behind[: behind.index(transformers.Trainer)]:
-            if "compute_loss" in vars(trainer) and trainer.__name__ not in self.own_losses:
+            if _has_own_loss(vars(trainer)) and trainer.__name__ not in self.own_losses:
                 known = f"Trainer that leaves the loss to the model, {', '.join(self.own_losses)}".rstrip(", ")
                 raise NotImplementedError(
                     f"{trainer.__name__} computes its loss by itself, from the logits of this rank's tokens as if they "
@@ -164,21 +182,38 @@ class ContextParallelTrainer:
         return nullcontext, self._share(inputs)
 
     def _warn_of_own_loss(self) -> None:
-        """Warn of a ``compute_loss`` of the user that does not end in the one of this mixin."""
-        method = type(self).compute_loss
-        code = getattr(method, "__code__", None)
-        if method.__module__.startswith("hyper_cp.") or code is None or "compute_loss" in code.co_names:
+        """Warn of a ``compute_loss`` of the user that makes a loss, or adds to the one of this mixin."""
+        method = inspect.unwrap(type(self).compute_loss)
+        code: Any = getattr(method, "__code__", None)
+        if method.__module__.startswith("hyper_cp.") or code is None:
             return
-        warnings.warn(
-            f"{method.__qualname__} computes a loss by itself. It gets this rank's share of a batch: labels[:, 1:] "
-            "lacks the label of its last token, and a mean is that of this rank's tokens. Return self.handler."
-            "mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: the shift_labels of a "
-            "causal model are shifted over the whole sequence (of a masked or token-classifying one, take the labels)",
-            stacklevel=2,
-        )
+        adds, whole = "compute_loss" in code.co_names, self._reads_whole_batches()
+        if adds and (whole or "mean_loss" in code.co_names or not _computes(code)):
+            return
+        if whole:
+            gets = (
+                "whole batches and logits, and what it computes from those is right. But the loss of the model is the "
+                "part of this rank: multiply it by self.handler.cp.size, or return that of super().compute_loss"
+            )
+        else:
+            gets = (
+                "this rank's share of a batch: labels[:, 1:] lacks the label of its last token, a mean is that of this "
+                "rank's tokens, and the loss of the model is the part of this rank. Return "
+                "self.handler.mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: the "
+                "shift_labels of a causal model are shifted over the whole sequence (of a masked or token-classifying "
+                "one, take the labels)"
+            )
+        computes = "adds to its loss" if adds else "computes a loss by itself"
+        warnings.warn(f"{method.__qualname__} {computes}. It gets {gets}", stacklevel=2)
+
+    def _reads_whole_batches(self) -> bool:
+        """True for a classifier of sequences: it splits batches itself, and returns whole logits."""
+        return POOLED.search(type(base_of(self.model)).__name__) is not None  # type: ignore[attr-defined]
 
     def _share(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """This rank's share of a batch. Some layouts place tokens by its documents, which are kept for outputs."""
+        if self._reads_whole_batches():
+            return inputs
         local = prepare_batch(self.handler, inputs)
         self._documents = local["context_parallel"].documents
         return local
@@ -226,6 +261,8 @@ class ContextParallelTrainer:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence
             loss = by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
+        if self._reads_whole_batches():
+            return loss, logits, labels
         return loss, recursively_apply(lambda x: self._whole(x, length), logits), labels
 
     def _whole(self, x: Tensor, length: int) -> Tensor:

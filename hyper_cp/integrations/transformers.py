@@ -86,6 +86,7 @@ from .huggingface.modules import (
     prepare_positions,
     prepare_rotary,
     prepare_tables,
+    reach_copied_layers,
     route,
 )
 from .huggingface.outputs import TupleOutput, check_ignored
@@ -150,6 +151,7 @@ def prepare_model(
         )
     stacks: tuple[Any, ...] = stacks_of(model) or (decoder,)
     for stack in stacks:
+        check_adapters(stack)  # those of later are found in the first forward
         check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
     # All are made before the first one is attached: they may share a config.
@@ -484,6 +486,7 @@ class DecoderHook:
             record(decoder, self.written)
         elif has_attention(decoder):
             decoder.set_attn_implementation(NAME)
+            reach_copied_layers(decoder, self.implementation)
             request_masks(decoder)
             prepare_latents(decoder)
             sparse.prepare(decoder)

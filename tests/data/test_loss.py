@@ -941,3 +941,19 @@ def accumulated(how: str) -> int:
 @pytest.mark.parametrize(("how", "warned"), [("mask", 1), ("labels", 0), ("one batch", 0), ("evaluation", 0)])
 def test_a_mean_over_other_tokens_than_the_weight_counts_is_warned_of(ranks: Any, how: str, warned: int) -> None:
     assert ranks(4, accumulated, how) == [warned] * 4
+
+
+@on_ranks
+def uneven_ends(count: int) -> None:
+    """Three batches on the first data-parallel rank, and ``count`` on the second."""
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    labels = torch.ones(1, 4, dtype=torch.int64)
+    wholes = [{"labels": labels, "shift_labels": labels}] * (count if dist.get_rank() else 3)
+    for batch in ContextParallelHandler(both["cp"], "contiguous").loader(wholes, accumulate=2, mesh=both["dp", "cp"]):
+        assert batch.weight in (0.5, 1)
+
+
+def test_data_parallel_ranks_with_other_numbers_of_batches_are_refused(ranks: Any) -> None:
+    ranks(2, uneven_ends, 3)
+    words = r"ended after \[1, 2\] of 2 micro-batches on ranks \[0, 1\].*drop_last=True"
+    ranks.raises(2, ValueError, words, uneven_ends, 4)

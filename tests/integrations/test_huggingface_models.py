@@ -354,6 +354,25 @@ def test_a_mesh_of_one_rank_switches_context_parallelism_off(ranks: Any) -> None
         assert len(found) == 9 and all(found), found
 
 
+@on_ranks
+def copied_layers(implementation: str) -> tuple[float, str]:
+    """The error of a model with a copied layer and one of another model, and the implementation of the latter."""
+    model, other = make("llama"), make("llama")
+    for made in (model, other):
+        made.set_attn_implementation(implementation)
+    layers = model.model.layers.extend([copy.deepcopy(model.model.layers[0]), other.model.layers[1]])
+    model.config.num_hidden_layers = len(layers)
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+    return errors(model, batch_of(padded=implementation == "sdpa")), other.config._attn_implementation
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_copied_layers_have_the_attention_of_their_model(ranks: Any, implementation: str) -> None:
+    for error, kept in ranks(2, copied_layers, implementation):
+        assert error <= 1e-10 and kept == implementation
+
+
 # --------------------------------------------------------------------------- heads
 
 
@@ -547,6 +566,13 @@ def wrong_use(case: str) -> None:
             layer = model.model.layers[0]
             layer.register_forward_pre_hook(lambda m, a, k: k["attention_mask"][:, :, :, :4], with_kwargs=True)
             model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+        elif case == "no mask":
+            model = make("llama")
+            model.set_attn_implementation("eager")
+            model, handler = prepared(model)
+            for layer in model.model.layers:
+                layer.register_forward_pre_hook(lambda m, a, k: (a, k | {"attention_mask": None}), with_kwargs=True)
+            model(**prepare_batch(handler, {"input_ids": tokens(24)}))
 
 
 REFUSED = [
@@ -609,6 +635,7 @@ REFUSED = [
     ),
     ("not dispatched", "ValueError", r"same \(2, 24\) tokens on all 2 ranks.*prepare_batch"),
     ("read mask", "NotImplementedError", r"LlamaConfig reads its attention mask itself \(getitem\)"),
+    ("no mask", "NotImplementedError", "LlamaAttention is causal, but got no attention mask.*eager attention"),
 ]
 """Case, type of the error, and words of it."""
 

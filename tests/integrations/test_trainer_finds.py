@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_cp import ContextParallel
+from tests.harness.hf_causal import CLASSES, MASKED, QUESTIONS
 from tests.harness.hf_models import InDouble, gradients, make, tokens
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 from tests.integrations.test_accelerate import accelerator_of, samples
@@ -182,6 +183,66 @@ def test_encoder_decoders_are_refused(ranks: Any, tmp_path: Any) -> None:
     )
 
 
+def labelled(head: str, count: int) -> list[dict[str, Tensor]]:
+    """Sequences with the labels of a head: a class, or a number of the first and of the last token of an answer."""
+    found = samples(count)
+    if head == MASKED:
+        return [{**sample, "labels": sample["labels"].where(torch.arange(21) % 3 < 1, -100)} for sample in found]
+    for row, sample in enumerate(found):
+        sample["input_ids"] = sample["input_ids"] * sample["attention_mask"]  # heads look for the id of padding
+        own = ["labels"] if head == CLASSES else ["start_positions", "end_positions"]
+        sample |= dict(zip(own, torch.tensor([row * (1 + row) // 2 % 2, 7 + row]), strict=False))
+        if head == QUESTIONS:
+            del sample["labels"]
+    return found
+
+
+@on_ranks
+def classified(directory: str, kind: str, head: str) -> list[float]:
+    """Errors of losses, weights, a loss of an evaluation and logits, of two steps and of three further sequences."""
+    from hyper_cp.hf import Trainer
+    from tests.harness.hf_causal import tiny_causal
+
+    class Masked(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            labels, *_ = (inputs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+            output = model(**inputs)
+            loss = self.handler.mean_loss(output.logits, labels)
+            return (loss, output) if return_outputs else loss
+
+    rows, model, oracle = labelled(head, 7), tiny_causal(kind, head), tiny_causal(kind, head)
+    want, optimizer = [], torch.optim.SGD(oracle.parameters(), lr=0.05)
+    trainer = (Masked if head == MASKED else Trainer)(model, arguments(directory), train_dataset=rows[:4], style=STYLE)
+    with InDouble():
+        trainer.train()
+        predicted = trainer.predict(rows[4:])
+        for step in range(2):
+            loss = oracle(**torch.utils.data.default_collate(rows[2 * step : 2 * step + 2])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(loss.item())
+        outputs = [oracle(**torch.utils.data.default_collate(x)) for x in (rows[4:6], rows[6:])]
+    tested = (2 * outputs[0].loss.item() + outputs[1].loss.item()) / 3
+    pairs = [(predicted.predictions, "logits")]
+    if head == QUESTIONS:
+        pairs = [*zip(predicted.predictions, ("start_logits", "end_logits"), strict=True)]
+    logits = [torch.as_tensor(got) - torch.cat([output[name] for output in outputs]) for got, name in pairs]
+    shown = torch.stack([row["attention_mask"] for row in rows[4:]]).bool() if head == MASKED else ...
+    far = max(float(x[shown].abs().max()) for x in logits)
+    return [*errors(trainer, model, want, oracle), abs(predicted.metrics["test_loss"] - tested), far]
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("llama", CLASSES), ("llama", QUESTIONS), ("modernbert", CLASSES), ("modernbert", MASKED)]
+)
+def test_classifiers_get_whole_batches_and_masked_models_the_loss_that_their_error_advises(
+    ranks: Any, tmp_path: Any, kind: str, head: str
+) -> None:
+    for loss, weights, tested, logits in ranks(2, classified, str(tmp_path), kind, head):
+        assert loss < 1e-6 and weights < 1e-10 and tested < 1e-6 and logits < 1e-10
+
+
 @on_ranks
 def token_metrics(directory: str) -> tuple[float, float]:
     """Errors of the entropy of an evaluation and of the number of tokens, whose last batches have one row."""
@@ -231,25 +292,31 @@ def own_loss(directory: str, how: str) -> tuple[list[str], float, float]:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
+    class Adds(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            loss = loss + 0 * outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
     model = make("llama")
     oracle = copy.deepcopy(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        trainer = (Passes if how == "super" else Mine)(
-            model, arguments(directory), train_dataset=samples(4), style=STYLE
-        )
+        kind = {"by itself": Mine, "super": Passes, "adds": Adds}[how]
+        trainer = kind(model, arguments(directory), train_dataset=samples(4), style=STYLE)
         with InDouble():
             trainer.train()
-    want = trained_alone(oracle, 0.0 if how == "super" else 0.1)
-    said = [str(w.message) for w in caught if "computes a loss by itself" in str(w.message)]
+    want = trained_alone(oracle, 0.1 if how == "by itself" else 0.0)
+    said = [str(w.message) for w in caught if ".compute_loss " in str(w.message)]
     return said, *errors(trainer, model, want, oracle)
 
 
-@pytest.mark.parametrize("how", ["by itself", "super"])
+@pytest.mark.parametrize("how", ["by itself", "super", "adds"])
 def test_a_loss_of_the_users_trainer_is_warned_of(ranks: Any, tmp_path: Any, how: str) -> None:
     for said, loss, weights in ranks(2, own_loss, str(tmp_path), how):
         assert len(said) == (how != "super"), said
-        assert all("Mine.compute_loss" in x and "mean_loss(logits, inputs['shift_labels'])" in x for x in said)
+        words = "Adds.compute_loss adds to its loss" if how == "adds" else "Mine.compute_loss computes a loss by itself"
+        assert all(words in x and "mean_loss(logits, inputs['shift_labels'])" in x for x in said)
         assert loss < 1e-6 and weights < 1e-10
 
 

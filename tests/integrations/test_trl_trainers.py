@@ -258,6 +258,7 @@ def test_on_one_rank_it_is_the_trainer_of_trl(ranks: Any, tmp_path: Path, kind: 
 
 @on_ranks
 def refused(directory: str) -> list[str]:
+    from trl.experimental.online_dpo import OnlineDPOTrainer
     from trl.experimental.orpo import ORPOTrainer
 
     from hyper_cp.integrations.trl import ContextParallelTRL
@@ -271,8 +272,8 @@ def refused(directory: str) -> list[str]:
         ("RLOO", 2, {"normalize_advantages": True}, {}),
     ]
     found = [error_of(lambda x=x: build(x[0], directory, "ddp", x[1], x[2], **x[3])) for x in wrong]
-    mixed: Any = type("Mixed", (ContextParallelTRL, ORPOTrainer), {})
-    return [*found, error_of(lambda: mixed(style=ContextParallel()))]
+    mixed: list[Any] = [type("Mixed", (ContextParallelTRL, x), {}) for x in (ORPOTrainer, OnlineDPOTrainer)]
+    return [*found, *(error_of(lambda x=x: x(style=ContextParallel())) for x in mixed)]
 
 
 def test_refused(ranks: Any, tmp_path: Path) -> None:
@@ -286,6 +287,7 @@ def test_refused(ranks: Any, tmp_path: Path) -> None:
         "ValueError: num_generations=2 does not divide the 3 rows that a rank generates for",
         "NotImplementedError: normalize_advantages=True is not supported",
         "NotImplementedError: ORPOTrainer computes its loss by itself.* This mixin runs: .*DPOTrainer, KTOTrainer",
+        "NotImplementedError: OnlineDPOTrainer computes its loss by itself",
     ]
     for found in ranks(2, refused, str(tmp_path)):
         for text, pattern in zip(found, expected, strict=True):

@@ -302,6 +302,11 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if mask is None and not causal and request is None and module not in state.cross:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
+    if mask is None and request is None and causal and state.implementation == "eager" and module not in state.cross:
+        raise NotImplementedError(
+            f"{name} is causal, but got no attention mask. On one device eager attention then lets all tokens see each "
+            'other, and SDPA is causal. Make the model with attn_implementation="sdpa", or let it make a mask'
+        )
     asks = mask is None and request is not None and request.function is None and not request.bidirectional
     if asks and not causal and state.implementation == "sdpa":
         raise NotImplementedError(

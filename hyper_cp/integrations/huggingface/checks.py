@@ -417,7 +417,9 @@ def check_kind_of_loss(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{type(model).__name__} got labels: its loss ({kind}) is a mean over this rank's share, in which labels "
             "are not shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out "
-            "of what it returns, and pass logits and them to handler.mean_loss"
+            "of what it returns, and pass logits and them to handler.mean_loss. In hyper_cp.hf.Trainer write a "
+            "compute_loss that takes labels, shift_labels and num_items_in_batch out of its inputs, and returns "
+            "self.handler.mean_loss(logits, labels)"
         )
 
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -50,6 +51,17 @@ def run_in(module: nn.Module, make: Callable[[nn.Module, Any, Any], TorchFunctio
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
+
+
+def reach_copied_layers(decoder: PreTrainedModel, before: str) -> None:
+    """Give the attention implementation of a decoder to layers whose configuration is a copy of the decoder's (those
+    that ``copy.deepcopy`` made, or of another model), if they had the one that the decoder had ``before``."""
+    of_decoder, own = decoder.config, dict[int, tuple[Any, Any]]()
+    for module in decoder.modules():
+        config: Any = getattr(module, "config", None)
+        if type(config) is type(of_decoder) and config is not of_decoder and config._attn_implementation == before:
+            _, copied = own.setdefault(id(config), (config, copy.deepcopy(config)))  # it may be another model's
+            module.config, copied._attn_implementation = copied, of_decoder._attn_implementation
 
 
 # --------------------------------------------------------------------------- attention that calls SDPA itself
