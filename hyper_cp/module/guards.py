@@ -307,7 +307,7 @@ class FirstForward(EnteredMode):
         caller = next(iter(running_modules()), self.model.root)
         name = self.model.names.get(id(caller), "")
         if not self.model.allows(name):
-            self._add(caller, name, spelling, length, _NO_KEYS)
+            self._add(caller, name, spelling, length, _NOT_REPLACED if self.known else _NO_KEYS)
 
     def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuse a recurrence, or a convolution, that no mixer routes, if it may be over this rank's share."""
@@ -397,6 +397,12 @@ class FirstForward(EnteredMode):
 _NO_KEYS = (
     "and is not under ContextParallel: it attends to none of the other ranks' keys. Add it to the plan. If what it "
     "attends to is not the split sequence,"
+)
+_NOT_REPLACED = (
+    "which the preparation of this model does not replace: it attends to none of the other ranks' keys. Call attention "
+    "as the models of its library do (ALL_ATTENTION_FUNCTIONS of transformers, attention processors of diffusers), or "
+    "put ContextParallel styles on the attention modules with parallelize_module in place of preparing the model. If "
+    "what it attends to is not the split sequence,"
 )
 _NO_STATES = (
     "and is not under RecurrentContextParallel: its states would begin anew on every rank. Add the module to the plan, "

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.harness.ranks import on_ranks
-from tests.harness.recipes import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -48,13 +47,6 @@ def test_there_are_few_and_each_says_how_it_runs() -> None:
     assert len(NAMES) <= 9
     for name in NAMES:
         assert command(name) == ["--nproc-per-node", "4", f"examples/{name}"]
-
-
-@pytest.mark.slow
-def test_under_torchrun() -> None:
-    """One of them; the others start in the same way."""
-    printed = torchrun(command("nanogpt.py"), EXAMPLES.parent)
-    assert re.fullmatch(r"2 ranks:( \d\.\d{4}){5}\n", printed), printed
 
 
 OTHERS: dict[str, list[list[str]]] = {"packed_llama_fsdp.py": [["--tp", "2"]]}

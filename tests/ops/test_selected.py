@@ -94,10 +94,10 @@ def best_keys(q: Tensor, k: Tensor, weights: Tensor | None, pairs: Tensor, topk:
     """The selection ``[B, 1, S, topk]``, row by row as it is defined; of equal scores the lower position."""
     scores = torch.relu(torch.einsum("bhtd,bsd->bhts", q, k[:, 0]) * q.shape[3] ** -0.5)
     scores = scores.sum(1) if weights is None else torch.einsum("bhts,bht->bts", scores, weights)
-    found = torch.full((*scores.shape[:2], topk), -1)
+    found, numbers = torch.full((*scores.shape[:2], topk), -1), scores.float().tolist()
     for b, t in itertools.product(*map(range, scores.shape[:2])):
         seen = pairs.expand(len(q), 1, *pairs.shape[2:])[b, 0, t].nonzero()[:, 0].tolist()
-        row = sorted(seen, key=lambda s: (-scores[b, t, s].float().item(), s))[:topk]
+        row = sorted(seen, key=lambda s: (-numbers[b][t][s], s))[:topk]
         found[b, t, : len(row)] = torch.tensor(row, dtype=torch.int64)
     return found.unsqueeze(1)
 
@@ -106,11 +106,11 @@ def best_blocks(q: Tensor, k: Tensor, weights: Tensor | None, pairs: Tensor, top
     """The blocks ``[B, H, S, topk]`` that each head selects, the last one of a query first."""
     scores = torch.einsum("bhtd,bsd->bhts", q, k[:, 0]) * q.shape[3] ** -0.5
     scores = (scores if weights is None else scores * weights.unsqueeze(3)).float()
-    found = torch.full((*scores.shape[:3], topk), -1)
+    found, numbers = torch.full((*scores.shape[:3], topk), -1), scores.tolist()
     for b, h, t in itertools.product(*map(range, scores.shape[:3])):
         best = {t // block: float("inf")}
         for s in pairs.expand(len(q), 1, *pairs.shape[2:])[b, 0, t].nonzero()[:, 0].tolist():
-            best[s // block] = max(best.get(s // block, float("-inf")), scores[b, h, t, s].item())
+            best[s // block] = max(best.get(s // block, float("-inf")), numbers[b][h][t][s])
         row = sorted(best, key=lambda i: (-best[i], i))[:topk]
         found[b, h, t, : len(row)] = torch.tensor(row, dtype=torch.int64)
     return found
