@@ -40,6 +40,11 @@ def with_gradient_of(value: Tensor, differentiable: Tensor, of_ranks: str = "") 
     return found
 
 
+def is_of_all_ranks(node: Any) -> bool:
+    """True for the node in an autograd graph of such a tensor: a mean or a whole sequence of all ranks."""
+    return bool(node.name() == f"{_ValueAndGradient.__name__}Backward")
+
+
 # --------------------------------------------------------------------------- rolling
 
 

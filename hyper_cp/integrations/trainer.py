@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,16 +27,11 @@ from .accelerate import cp_mesh, enable
 from .huggingface.checks import POOLED, base_of, decoder_of
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.two_sequences import stacks_of
+from .own_loss import WatchedLoss, steps_of_their_own
 from .transformers import prepare_batch, prepare_model
 
 hooks_of_trainer: WeakKeyDictionary[Any, Iterable[Any]] = WeakKeyDictionary()
 """The hooks by which a model takes whole batches, of its last trainer. Those of the next one replace them."""
-
-
-def _computes(code: CodeType) -> bool:
-    """True for code that does arithmetic (indices do not count), or reads what a model returns for each token."""
-    reads = {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))} & {"logits", "hidden_states"}
-    return bool(reads) or any(x.opname == "BINARY_OP" and x.argrepr != "[]" for x in dis.get_instructions(code))
 
 
 def _has_own_loss(methods: Mapping[str, Any]) -> bool:
@@ -71,6 +64,8 @@ class ContextParallelTrainer:
 
     handler: Any = None
     """Splits batches; None with ``cp_size=1``."""
+
+    _steps_checked = False
 
     _epoch: Any = None
     """The iterator over the batches of the epoch that is running."""
@@ -178,33 +173,28 @@ class ContextParallelTrainer:
 
     @where_split
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._warn_of_own_loss()
+        if not self._steps_checked:
+            self._warn_of_own_steps()
+        self._watch_own_loss()
         return nullcontext, self._share(inputs)
 
-    def _warn_of_own_loss(self) -> None:
-        """Warn of a ``compute_loss`` of the user that makes a loss, or adds to the one of this mixin."""
-        method = inspect.unwrap(type(self).compute_loss)
-        code: Any = getattr(method, "__code__", None)
-        if method.__module__.startswith("hyper_cp.") or code is None:
+    def _watch_own_loss(self) -> None:
+        """Look at what a ``compute_loss`` of the user's returns, and warn of steps that read it as if it were whole."""
+        given = self.compute_loss
+        if isinstance(given, WatchedLoss) or getattr(given, "__module__", "").startswith("hyper_cp."):
             return
-        adds, whole = "compute_loss" in code.co_names, self._reads_whole_batches()
-        if adds and (whole or "mean_loss" in code.co_names or not _computes(code)):
-            return
-        if whole:
-            gets = (
-                "whole batches and logits, and what it computes from those is right. But the loss of the model is the "
-                "part of this rank: multiply it by self.handler.cp.size, or return that of super().compute_loss"
+        vars(self)["compute_loss"] = WatchedLoss(given, self._reads_whole_batches())
+
+    def _warn_of_own_steps(self) -> None:
+        """Warn of a step of the user's that does not call the one behind it."""
+        self._steps_checked, classes = True, type(self).__mro__
+        for name in steps_of_their_own(classes[: classes.index(ContextParallelTrainer)]):
+            warnings.warn(
+                f"{name} does not call that of super(). self.compute_loss returns a loss whose mean over the ranks is "
+                "that of the batch, and what is read beside it belongs to this rank's tokens. Call it, or average over "
+                "the ranks what is returned, and add terms in compute_loss",
+                stacklevel=3,
             )
-        else:
-            gets = (
-                "this rank's share of a batch: labels[:, 1:] lacks the label of its last token, a mean is that of this "
-                "rank's tokens, and the loss of the model is the part of this rank. Return "
-                "self.handler.mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: the "
-                "shift_labels of a causal model are shifted over the whole sequence (of a masked or token-classifying "
-                "one, take the labels)"
-            )
-        computes = "adds to its loss" if adds else "computes a loss by itself"
-        warnings.warn(f"{method.__qualname__} {computes}. It gets {gets}", stacklevel=2)
 
     def _reads_whole_batches(self) -> bool:
         """True for a classifier of sequences: it splits batches itself, and returns whole logits."""
@@ -225,13 +215,15 @@ class ContextParallelTrainer:
         """The loss of this rank's tokens, whose mean over the ranks that share the sequence is the loss of it."""
         compute = super().compute_loss  # type: ignore[misc]
         averages, accepts = self.args.average_tokens_across_devices, self.model_accepts_loss_kwargs  # type: ignore[attr-defined]
-        if averages and accepts and num_items_in_batch is not None:  # Trainer multiplies by the number of ranks
-            return compute(model, inputs, return_outputs, num_items_in_batch)
-        cp = self.handler.cp.size
+        scaled = averages and accepts and num_items_in_batch is not None  # Trainer multiplies by the number of ranks
+        cp = 1 if scaled else self.handler.cp.size
         if num_items_in_batch is not None:  # Trainer has divided it by cp, which does not scale a loss of routers
             num_items_in_batch = num_items_in_batch * cp
         loss, *outputs = compute(model, inputs, True, num_items_in_batch)
-        return (loss * cp, *outputs) if return_outputs else loss * cp
+        loss = loss * cp
+        if isinstance(watched := vars(self).get("compute_loss"), WatchedLoss):
+            watched.made.append(loss)
+        return (loss, *outputs) if return_outputs else loss
 
     @where_split
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:

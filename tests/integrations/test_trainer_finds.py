@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -274,50 +275,80 @@ def test_metrics_of_tokens_in_a_last_batch_of_fewer_rows_than_ranks(ranks: Any, 
         assert entropy < 1e-5 and seen == 0
 
 
+def z_loss(outputs: Any) -> Tensor:
+    return 0 * outputs.logits.logsumexp(-1).square().mean()
+
+
+def smoothed(trainer: Any, model: Any, inputs: Any, over_ranks: bool) -> tuple[Tensor, Any]:
+    """A loss with smoothed labels, over all ranks or of this one."""
+    outputs, labels = model(**inputs), inputs["shift_labels"]
+    pairs = outputs.logits.flatten(0, 1), labels.flatten()
+    losses = torch.nn.functional.cross_entropy(*pairs, reduction="none", label_smoothing=0.1).view_as(labels)
+    mask = labels != -100
+    loss = trainer.handler.mean_loss(losses, mask=mask) if over_ranks else losses[mask].mean()
+    return loss, outputs
+
+
 @on_ranks
 def own_loss(directory: str, how: str) -> tuple[list[str], float, float]:
-    """Warnings and errors of a trainer with a loss of its own: with smoothed labels."""
+    """Warnings of a trainer with a loss, or a step, of its own, and its errors (of a loss that is none of a share)."""
     from hyper_cp.hf import Trainer
 
     class Mine(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            logits, labels = model(**inputs).logits, inputs["shift_labels"]
-            losses = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=0.1
-            )
-            loss = self.handler.mean_loss(losses.view_as(labels), mask=labels != -100)
-            return (loss, logits) if return_outputs else loss
+            if how.startswith("by itself"):
+                loss, outputs = smoothed(self, model, inputs, over_ranks=how == "by itself, over all ranks")
+            else:
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            if how in ("adds", "above"):
+                loss = torch.add(loss, z_loss(outputs))
+            if how == "weights":
+                loss = 0.5 * (loss + loss) + 0 * sum(p.square().sum() for p in model.parameters())
+            return (loss, outputs) if return_outputs else loss
 
-    class Passes(Trainer):
+    class Above(Mine):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    class Adds(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            loss = loss + 0 * outputs.logits.square().mean()
-            return (loss, outputs) if return_outputs else loss
+    class Steps(Mine):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            _, inputs = self._prepare_context_parallel_inputs(model, inputs)
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
 
     model = make("llama")
     oracle = copy.deepcopy(model)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, InDouble():
         warnings.simplefilter("default")
-        kind = {"by itself": Mine, "super": Passes, "adds": Adds}[how]
+        kind = {"above": Above, "step": Steps}.get(how, Mine)
         trainer = kind(model, arguments(directory), train_dataset=samples(4), style=STYLE)
-        with InDouble():
-            trainer.train()
-    want = trained_alone(oracle, 0.1 if how == "by itself" else 0.0)
-    said = [str(w.message) for w in caught if ".compute_loss " in str(w.message)]
+        trainer.train()
+    want = trained_alone(oracle, 0.1 if how.startswith("by itself") else 0.0)
+    said = [str(w.message) for w in caught if "super()" in str(w.message) or "by itself" in str(w.message)]
     return said, *errors(trainer, model, want, oracle)
 
 
-@pytest.mark.parametrize("how", ["by itself", "super", "adds"])
-def test_a_loss_of_the_users_trainer_is_warned_of(ranks: Any, tmp_path: Any, how: str) -> None:
+ADDS, READS = "compute_loss adds a term to the loss of super", r".*mean_loss\(logits, inputs\['shift_labels'\]\)"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("by itself", "Mine.compute_loss computes a loss by itself" + READS),
+        ("by itself, over all ranks", ""),
+        ("adds", "Mine." + ADDS + READS),
+        ("above", "Above." + ADDS + READS),
+        ("step", r"Steps.training_step does not call that of super\(\)"),
+        ("weights", ""),
+        ("super", ""),
+    ],
+)
+def test_losses_of_a_share_are_warned_of(ranks: Any, tmp_path: Any, how: str, words: str) -> None:
+    """However a trainer of a user's makes them; terms of the weights, and what is made over all ranks, are right."""
     for said, loss, weights in ranks(2, own_loss, str(tmp_path), how):
-        assert len(said) == (how != "super"), said
-        words = "Adds.compute_loss adds to its loss" if how == "adds" else "Mine.compute_loss computes a loss by itself"
-        assert all(words in x and "mean_loss(logits, inputs['shift_labels'])" in x for x in said)
-        assert loss < 1e-6 and weights < 1e-10
+        assert len(said) == bool(words) and all(re.search(words, x) for x in said), said
+        assert how == "by itself" or (loss < 1e-6 and weights < 1e-10)
 
 
 def padded(side: str) -> dict[str, Tensor]:

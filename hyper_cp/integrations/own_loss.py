@@ -1,0 +1,104 @@
+"""Trainers of users: a loss, or a part of one, that they make of this rank's tokens only is warned of."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..data.collectives import is_of_all_ranks
+
+_OVER_RANKS = {"mean_loss", "combine", "pool", "log_probs"}
+"""Methods of a handler whose results are those of the whole sequence."""
+
+
+class WatchedLoss:
+    """The ``compute_loss`` of a user's trainer. ``whole``: its model takes whole batches, and returns whole logits.
+
+    The graph of what it returns is compared with what was made over all ranks while it ran: the losses of the trainer
+    behind it, and the results of a handler. A part that reads the model's output elsewhere is that of a share.
+    """
+
+    def __init__(self, method: Callable[..., Any], whole: bool) -> None:
+        self.method, self.whole = method, whole
+        self.made: list[Tensor] = []
+        """The losses of the trainer behind it, in the call that runs."""
+        self.looks = 8
+        """The number of calls that are still looked at. (A graph has thousands of nodes.)"""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.made = []
+        found = self.method(*args, **kwargs)
+        loss = found[0] if isinstance(found, tuple) else found
+        if self.looks and isinstance(loss, Tensor) and not any(loss is x for x in self.made):
+            self.looks -= 1
+            self._look(loss)
+        self.made = []
+        return found
+
+    def _look(self, loss: Tensor) -> None:
+        adds, name = bool(self.made), inspect.unwrap(self.method).__qualname__
+        if self.whole:
+            wrong = not adds
+        elif loss.grad_fn is None:  # an evaluation
+            wrong = not adds and not _OVER_RANKS & _names(self.method)
+        else:
+            wrong = _reads_share(loss, self.made)
+        if not wrong:
+            return
+        self.looks = 0
+        if self.whole:
+            gets = (
+                "whole batches and logits, and what it computes from those is right. But the loss of the model is the "
+                "part of this rank: multiply it by self.handler.cp.size, or return that of super().compute_loss"
+            )
+        else:
+            gets = (
+                "this rank's share of a batch: labels[:, 1:] lacks the label of its last token, a mean is that of this "
+                "rank's tokens, and the loss of the model is the part of this rank. Return "
+                "self.handler.mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: the "
+                "shift_labels of a causal model are shifted over the whole sequence (of a masked or token-classifying "
+                "one, take the labels)"
+            )
+        computes = "adds a term to the loss of super()" if adds else "computes a loss by itself"
+        warnings.warn(f"{name} {computes}. It gets {gets}", stacklevel=4)
+
+
+def _reads_share(loss: Tensor, made: Iterable[Tensor]) -> bool:
+    """True if a loss has a part that was not made over all ranks, and depends on what such a part depends on. (A term
+    of the weights depends on leaves only.)"""
+    above, over_ranks = _reached([loss.grad_fn], {x.grad_fn for x in made})
+    below, _ = _reached([node for end in over_ranks for node, _ in end.next_functions])
+    return not over_ranks or any(node.next_functions for node in above & below)
+
+
+def _reached(start: list[Any], made: Iterable[Any] = ()) -> tuple[set[Any], set[Any]]:
+    """The nodes of a graph above those that were made over all ranks, and these."""
+    above, ends, left = set[Any](), set[Any](), [*start]
+    while left:
+        node = left.pop()
+        if node is None or node in above or node in ends:
+            continue
+        if node in made or is_of_all_ranks(node):
+            ends.add(node)
+            continue
+        above.add(node)
+        left += (x for x, _ in node.next_functions)
+    return above, ends
+
+
+def steps_of_their_own(kinds: Iterable[type]) -> Iterator[str]:
+    """The names of the methods for a step, of these classes, that do not call those behind them."""
+    for kind in kinds:
+        for name in {"training_step", "prediction_step"} & {*vars(kind)}:
+            if name not in _names(method := vars(kind)[name]):
+                yield method.__qualname__
+
+
+def _names(method: Any) -> set[str]:
+    """The names that the code of a method uses."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return set() if code is None else {*code.co_names}
