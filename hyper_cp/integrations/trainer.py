@@ -24,7 +24,7 @@ from ..mesh.agreement import digest
 from ..module.mesh_binding import binding_of
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
-from .huggingface.checks import POOLED, base_of, decoder_of
+from .huggingface.checks import POOLED, base_of, decoder_of, has_head
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.two_sequences import stacks_of
 from .own_loss import WatchedLoss, steps_of_their_own
@@ -198,7 +198,7 @@ class ContextParallelTrainer:
 
     def _reads_whole_batches(self) -> bool:
         """True for a classifier of sequences: it splits batches itself, and returns whole logits."""
-        return POOLED.search(type(base_of(self.model)).__name__) is not None  # type: ignore[attr-defined]
+        return has_head(base_of(self.model), POOLED)  # type: ignore[attr-defined]
 
     def _share(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """This rank's share of a batch. Some layouts place tokens by its documents, which are kept for outputs."""
@@ -248,7 +248,10 @@ class ContextParallelTrainer:
     @where_split
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
-        if inputs.get("labels") is None:  # without labels Trainer does not call _prepare_context_parallel_inputs
+        names = self.label_names  # type: ignore[attr-defined]
+        if not names or any(
+            inputs.get(x) is None for x in names
+        ):  # Trainer does not call _prepare_context_parallel_inputs
             inputs = self._share(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence

@@ -57,10 +57,12 @@ from .huggingface.checks import (
     check_inputs,
     check_kind_of_loss,
     check_model,
+    check_own_forwards,
     check_padding,
     counts_mask,
     decoder_of,
     has_attention,
+    has_head,
     is_media,
     makes_mask,
     masks_by_types,
@@ -167,10 +169,9 @@ def prepare_model(
         hooks[0].reads_padding = True  # of a source whose mask the encoder makes itself
         hook.two = SourceTargetHook(hook.binding, prepare_batch)
         hook.two.attach(model, *stacks)
-    elif POOLED.search(type(model).__name__):
+    elif has_head(model, POOLED):
         hook.reads_padding = True
-        over_positions = OVER_POSITIONS.search(type(model).__name__) is not None
-        PooledHook(hook.binding, prepare_batch, over_positions).attach(model, decoder)
+        PooledHook(hook.binding, prepare_batch, has_head(model, OVER_POSITIONS)).attach(model, decoder)
     elif model is not decoder:
         head = HeadHook(hook)
         model.register_forward_pre_hook(head.before, with_kwargs=True)
@@ -535,6 +536,10 @@ class DecoderHook:
                 check_dropped_layers(self.dropping)
             if not self.adapters_checked:
                 check_adapters(module)
+                # What was put into the model since it was prepared.
+                check_own_forwards(module, eager=False)  # type: ignore[arg-type]
+                self.long_rotary |= prepare_rotary(module) > 0
+                self.own = own_attention(module) if module._can_set_attn_implementation() else []  # type: ignore[operator]
                 self.adapters_checked = True
             around = self.around()
             if around is not None and mesh.parallel and bypassed(around):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -373,6 +374,61 @@ def test_copied_layers_have_the_attention_of_their_model(ranks: Any, implementat
         assert error <= 1e-10 and kept == implementation
 
 
+@on_ranks
+def changed_rotation() -> float:
+    """The error of a model whose rotary embedding is replaced after it has been prepared, by a dynamic one."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = hf.LlamaConfig(**{**SMALL, "max_position_embeddings": 8}, rope_parameters=rope)
+    model = make("llama")
+    oracle, (made, handler) = copy.deepcopy(model), prepared(model, ulysses_degree=1, layout="head_tail")
+    for x in (oracle, made):
+        x.model.rotary_emb = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    with InDouble():
+        want, got = (
+            x(**batch).logits
+            for x, batch in (
+                (oracle, {"input_ids": tokens(24)}),
+                (made, prepare_batch(handler, {"input_ids": tokens(24)})),
+            )
+        )
+    return absolute_error(handler.combine(got, 1), want)
+
+
+def test_rotary_embeddings_that_are_put_in_later(ranks: Any) -> None:
+    assert max(ranks(2, changed_rotation)) <= 1e-10
+
+
+@on_ranks
+def window_without_a_mask() -> float:
+    """The error of a model with windows whose mask is taken away: SDPA does not know them then."""
+    with mock.patch("transformers.models.mistral.modeling_mistral.create_sliding_window_causal_mask", lambda **_: None):
+        return errors(model_of("mistral", sliding_window=5), batch_of())
+
+
+def test_sdpa_has_no_window_without_a_mask(ranks: Any) -> None:
+    assert max(ranks(2, window_without_a_mask)) <= 1e-10
+
+
+class Scorer(hf.LlamaForSequenceClassification):
+    """A user's class, under a name of its own."""
+
+
+@on_ranks
+def derived_head() -> float:
+    torch.manual_seed(0)
+    model = Scorer(hf.LlamaConfig(**SMALL, num_labels=3)).double().eval()
+    ids, mask = tokens(24), torch.ones(2, 24, dtype=torch.int64)
+    mask[1, 17:] = 0
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    made, _ = prepared(model, ulysses_degree=1, layout="head_tail")
+    with InDouble():
+        return absolute_error(made(**batch).logits, model(**batch).logits)
+
+
+def test_classes_derived_from_classifiers_take_whole_batches(ranks: Any) -> None:
+    assert max(ranks(2, derived_head)) <= 1e-10
+
+
 # --------------------------------------------------------------------------- heads
 
 
@@ -396,6 +452,10 @@ def biased(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
     """Attention with a bias of scores that its module has made, as it would make a learned one."""
     q, k = query.flatten(0, 1), key.flatten(0, 1)
     return torch.baddbmm(torch.ones(len(q), q.shape[1], k.shape[1], dtype=q.dtype), q, k.transpose(1, 2))
+
+
+def shifted(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+    return type(module).forward(module, torch.roll(hidden_states, 1, 1), **kwargs)
 
 
 class OwnLoss(hf.LlamaForCausalLM):
@@ -462,6 +522,23 @@ def wrong_use(case: str) -> None:
         model.model.layers[1].self_attn = kind(model.config, 1).double()
         model, handler = prepared(model)
         with mock.patch.object(convert_frame, "FRAME_COMPILE_COUNTER", {}):  # as if nothing had been compiled
+            model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+    elif case.startswith("forward "):
+        model = make("llama")
+        model.set_attn_implementation("eager" if case.endswith("eager") else "sdpa")
+        attention = model.model.layers[1].self_attn
+        with contextlib.ExitStack() as patched:
+            if case == "forward of a class":
+                patched.enter_context(mock.patch.object(type(attention), "forward", WritesOut.forward))
+            elif case == "forward that shifts":
+                attention.forward = MethodType(shifted, attention)
+            elif case == "forward of eager":
+                patched.enter_context(
+                    mock.patch.object(hf.models.llama.modeling_llama, "eager_attention_forward", biased)
+                )
+            model, handler = prepared(model)
+            if case == "forward put in later":
+                model.model.layers[1].self_attn.forward = MethodType(WritesOut.forward, attention)
             model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "registered attention":
         hf.AttentionInterface.register("biased", biased)
@@ -588,6 +665,14 @@ REFUSED = [
     ),
     ("attention elsewhere", "RuntimeError", r"'layers.1.self_attn' \(Elsewhere\) has made no attention call"),
     ("attention by SDPA", "RuntimeError", r"\(CallsSDPA\) calls F.scaled_dot.*ALL_ATTENTION_FUNCTIONS"),
+    (
+        "forward of a class",
+        "NotImplementedError",
+        r"module 'layers.0.self_attn' \(LlamaAttention\) .* computes attention",
+    ),
+    ("forward put in later", "NotImplementedError", r"'layers.1.self_attn' \(LlamaAttention\) of LlamaModel computes"),
+    ("forward that shifts", "NotImplementedError", r"LlamaModel has a forward \(shifted\) that reads other positions"),
+    ("forward of eager", "NotImplementedError", r"eager_attention_forward in the file of .*models.biased, which"),
     (
         "registered attention",
         "NotImplementedError",

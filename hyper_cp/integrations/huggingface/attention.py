@@ -317,7 +317,7 @@ def attention_forward(
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.turn.prompt is None:
         refuse_in_decoding(name, mask, request)
-        size = _window(name, request, options.get("sliding_window"))
+        size = _window(name, request, options.get("sliding_window"), state)
         return state.cache.attend(module, layer, query, key, size, options), None
     batch = state.batch
     window: tuple[int | None, int | None] | None = None
@@ -333,7 +333,7 @@ def attention_forward(
         size = request.window
         mask, window = _biased(key_bias, batch.visible), None if size is None else (size, size)
     elif mask is None:  # else it is the caller's own for all layers, and nothing is added to it, as in transformers
-        size = _window(name, request, options.get("sliding_window"))
+        size = _window(name, request, options.get("sliding_window"), state)
         mask, window = _biased(key_bias, batch.keys), (None if size is None else size - 1, 0)
     weight, bias = None, None
     key, entries = entries_of(module, key, query.shape[2])
@@ -423,10 +423,10 @@ def _score(cap: float | None, function: MaskMod | None, query: Tensor) -> Score 
     return Mods(None if capped is None else capped.mods(None)[0], function, None, query)
 
 
-def _window(name: str, request: MaskRequest | None, given: int | None) -> int | None:
+def _window(name: str, request: MaskRequest | None, given: int | None, state: ForwardState) -> int | None:
     """The sliding window of a layer. The mask decides, as in transformers' SDPA; the keyword is for other kernels."""
     if request is None:
-        return given
+        return None if state.implementation == "sdpa" else given
     if given is not None and given != request.window:
         raise NotImplementedError(
             f"{name} asks attention for sliding_window={given}, but its mask has the window {request.window}. Only one "

@@ -94,6 +94,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return inner[0] if headed and len(inner) == 1 else found
 
 
+def has_head(model: nn.Module, names: re.Pattern[str]) -> bool:
+    """True if a model, or a class that it is derived from, has one of these names."""
+    return any(names.search(kind.__name__) for kind in type(model).__mro__)
+
+
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     _check_runs(model)
@@ -115,7 +120,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder {why}. Put ContextParallel styles on its attention modules "
             "with parallelize_module"
         )
-    pools = POOLED.search(type(model).__name__)
+    pools = has_head(model, POOLED)
     if pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None):
         raise NotImplementedError(
             f"{type(model).__name__} pools over the sequence, and each rank would pool over its share. Prepare "
@@ -240,16 +245,7 @@ def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None
                 "transformers' own, such as 'sdpa'; put a ContextParallel style on modules that call FlexAttention for "
                 "functions of scores and masks"
             )
-    if decoder._can_set_attn_implementation():
-        for name, module in decoder.named_modules():
-            multihead = isinstance(module, nn.MultiheadAttention)
-            own = _was_added(decoder, name) if multihead else _writes_attention(module)
-            if own:
-                raise NotImplementedError(
-                    f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__} computes attention by "
-                    "itself, over this rank's share. Let it call ALL_ATTENTION_FUNCTIONS.get_interface(...), as the "
-                    "attention of transformers' models does"
-                )
+    check_own_forwards(decoder, chosen == "eager")
     head = model.get_output_embeddings()
     inside = list(head.modules()) if isinstance(head, nn.Module) else []
     for module in inside:
@@ -259,6 +255,37 @@ def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None
                 f"the output layer of {type(model).__name__} has {type(module).__name__}, which {does}: those of this "
                 "rank's share. Apply it to the gathered output of the model"
             )
+
+
+def check_own_forwards(decoder: PreTrainedModel, eager: bool) -> None:
+    """Raise ``NotImplementedError`` for modules of users, and forwards that they have put in the place of others, which
+    attend to this rank's share or read other positions of it. ``eager``: the functions of eager attention, too."""
+    if not decoder._can_set_attn_implementation():
+        return
+    for name, module in decoder.named_modules():
+        named = f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__}"
+        multihead = isinstance(module, nn.MultiheadAttention)
+        if _was_added(decoder, name) if multihead else _writes_attention(module):
+            raise NotImplementedError(
+                f"{named} computes attention by itself, over this rank's share. Let it call "
+                "ALL_ATTENTION_FUNCTIONS.get_interface(...), as the attention of transformers' models does"
+            )
+        own = _own_forward(module)
+        if own is not None and not isinstance(module, PreTrainedModel) and SHIFTS.search(source_of(own)):
+            raise NotImplementedError(
+                f"{named} has a forward ({own.__qualname__}) that reads other positions without attention (neighbours, "
+                "or parts of the sequence), and would end at this rank's share. Use the one of its class"
+            )
+        function = getattr(sys.modules.get(type(module).__module__), _EAGER, None) if eager else None
+        if function is not None and not _is_foreign(type(module)) and _is_foreign(inspect.unwrap(function)):
+            raise NotImplementedError(
+                f"{_EAGER} in the file of {named} is {function.__module__}.{function.__qualname__}, which would be "
+                "replaced. Use that of transformers, or put a ContextParallel style on modules that call "
+                "FlexAttention for functions of scores"
+            )
+
+
+_EAGER = "eager_attention_forward"
 
 
 def _was_added(decoder: nn.Module, name: str) -> bool:
@@ -333,9 +360,10 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _owner_of_forward(kind: type) -> type:
-    """The class that defines the forward of a class."""
-    return next(x for x in kind.__mro__ if "forward" in vars(x))
+def _own_forward(module: nn.Module) -> Any:
+    """The forward of a module, if a user has written it: that of its class, or one that was put in its place."""
+    function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+    return function if hasattr(function, "__code__") and _is_foreign(function) else None
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -344,20 +372,19 @@ def _is_foreign(kind: Any) -> bool:
 
 
 def own_attention(decoder: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder whose class is not one of transformers; itself, if its own is not and it has
-    none by their names."""
+    """The attention modules of a decoder whose forward is a user's; itself, if its own is and it has none by their
+    names."""
     named = [
         module
         for module in decoder.modules()
-        if any("Att" in x.__name__ for x in type(module).__mro__) and _is_foreign(_owner_of_forward(type(module)))
+        if any("Att" in x.__name__ for x in type(module).__mro__) and _own_forward(module) is not None
     ]
-    return named or ([decoder] if _is_foreign(_owner_of_forward(type(decoder))) and not mixers_of(decoder) else [])
+    return named or ([decoder] if _own_forward(decoder) is not None and not mixers_of(decoder) else [])
 
 
 def _writes_attention(module: nn.Module) -> bool:
     """True for a module of a user's that writes attention out, without transformers' AttentionInterface."""
-    owner = _owner_of_forward(type(module))
-    source = source_of(owner.forward) if _is_foreign(owner) else ""  # type: ignore[attr-defined]
+    source = "" if (own := _own_forward(module)) is None else source_of(own)
     if not any("Att" in x.__name__ for x in type(module).__mro__) and "attention_mask" not in source:
         return False
     product = re.search(r"matmul\(|bmm\(|einsum\(| @ ", source)
@@ -419,7 +446,7 @@ def check_kind_of_loss(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "are not shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out "
             "of what it returns, and pass logits and them to handler.mean_loss. In hyper_cp.hf.Trainer write a "
             "compute_loss that takes labels, shift_labels and num_items_in_batch out of its inputs, and returns "
-            "self.handler.mean_loss(logits, labels)"
+            "self.handler.mean_loss(logits, labels), in a class with loss_is_scaled_for_ga = False"
         )
 
 

@@ -295,6 +295,8 @@ def prepare_rotary(decoder: nn.Module) -> int:
     """
     found = [module for module in decoder.modules() if _kinds(module) - STATIC]
     for module in found:
+        if _append_last_position in module._forward_pre_hooks.values():
+            continue
         module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
         module.register_forward_hook(_remove_last_row)
     return len(found)

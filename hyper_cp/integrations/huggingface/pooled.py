@@ -18,6 +18,11 @@ from ...module.mesh_binding import Binding
 from ...style import style_of
 from . import forward
 
+_on_the_host = torch.compiler.disable(
+    reason="A prepared model whose head reads whole sequences splits its batch on the host. Compile its layers with "
+    "fullgraph=True, or the model without it"
+)
+
 
 def poolers_of(decoder: nn.Module) -> list[nn.Module]:
     """The modules of a decoder that pool over the sequence, as BERT's pooler does: they are given its hidden states."""
@@ -55,6 +60,7 @@ class PooledHook:
         decoder.register_forward_hook(self.after)
         model.register_forward_hook(self.share)
 
+    @_on_the_host
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the arguments, all of which are those of the whole batch."""
         self.batch, active = None, self.binding.active
@@ -84,6 +90,7 @@ class PooledHook:
         handler, length, documents = self.batch
         return handler.combine(hidden, 1, length=length, documents=documents, gradients="sum")
 
+    @_on_the_host
     def after(self, decoder: nn.Module, args: Any, output: Any) -> Any:
         """The output of the decoder with the states of the whole sequence."""
         if isinstance(output, tuple):
@@ -91,6 +98,7 @@ class PooledHook:
         output.last_hidden_state = self.whole(output.last_hidden_state)
         return output
 
+    @_on_the_host
     def share(self, model: nn.Module, args: Any, output: Any) -> Any:
         """The output of the model with this rank's share of its losses, which every rank has computed whole."""
         batch, self.batch = self.batch, None
@@ -114,6 +122,7 @@ def _is_loss(name: str, value: Any) -> bool:
     return name.endswith("loss") and isinstance(value, Tensor)
 
 
+@_on_the_host
 def _gather(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The hook of a pooler, which gets the states of the whole sequence. It finds the decoder that runs: copies of a
     pooler, in a copy of the model or in PEFT's ``modules_to_save``, have this hook, too."""
