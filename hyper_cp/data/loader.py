@@ -33,11 +33,12 @@ def local_batches(
     check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
     _refuse_second_count(batches, accumulate)
     source, ranks = iter(batches), ranks_of(mesh) if accumulate > 1 else ()
-    more = mesh.size() > cp.size
+    more, kinds = mesh.size() > cp.size, None
     while group := [read(whole) for whole in islice(source, accumulate)]:
         labels = [batch.labels for batch in group]
         counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
         weights: Any = [None] if counts is None else _weights(counts)
+        kinds = counts[:0] if more and counts is not None else None
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
             local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
             local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
@@ -47,6 +48,8 @@ def local_batches(
                 numbers = (counts[number - 1] // (cp.size if more else 1)).tolist()
             local.counted = cp.batch.counted = Counted(ranks, tuple(numbers))
             yield local
+    if kinds is not None:  # ranks that have another group would wait for this one
+        _over_ranks(kinds, accumulate, mesh)
 
 
 def _refuse_second_count(batches: Any, accumulate: int) -> None:
@@ -73,11 +76,14 @@ def _counts(labels: list[Tensor | None], device: torch.device, accumulate: int, 
             "has labels. Pass them in a dict batch, or accumulate=1 and multiply by weights of your own"
         )
     counts = torch.stack([x.to(device) for x in found])
-    if mesh is None:
-        return counts
+    return counts if mesh is None else _over_ranks(counts, accumulate, mesh)
+
+
+def _over_ranks(counts: Tensor, accumulate: int, mesh: DeviceMesh) -> Tensor:
+    """The sums of such numbers over the ranks of ``mesh``, all of which have as many micro-batches."""
     missing = accumulate - len(counts)
     of_ranks = by_rank(mesh, torch.cat([counts, counts.new_full((missing, *counts.shape[1:]), -1)]))
-    if missing or device.type == "cpu":  # elsewhere the host would wait, in the middle of an epoch
+    if missing or counts.device.type == "cpu":  # elsewhere the host would wait, in the middle of an epoch
         numbers = (of_ranks.reshape(mesh.size(), accumulate, -1)[..., 0] >= 0).sum(1).tolist()
         if len({*numbers}) > 1:
             raise ValueError(

@@ -61,7 +61,7 @@ class WatchedLoss:
                 "rank's tokens, and the loss of the model is the part of this rank. Return "
                 "self.handler.mean_loss(logits, inputs['shift_labels']), or that of losses of tokens and a mask: the "
                 "shift_labels of a causal model are shifted over the whole sequence (of a masked or token-classifying "
-                "one, take the labels)"
+                "one, take the labels). Set loss_is_scaled_for_ga = False in the class if gradients are accumulated"
             )
         computes = "adds a term to the loss of super()" if adds else "computes a loss by itself"
         warnings.warn(f"{name} {computes}. It gets {gets}", stacklevel=4)

@@ -198,7 +198,8 @@ class ContextParallelTrainer:
 
     def _reads_whole_batches(self) -> bool:
         """True for a classifier of sequences: it splits batches itself, and returns whole logits."""
-        return has_head(base_of(self.model), POOLED)  # type: ignore[attr-defined]
+        model: Any = self.model  # type: ignore[attr-defined]
+        return has_head(base_of(getattr(model, "_orig_mod", model)), POOLED)  # of a compiled one
 
     def _share(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """This rank's share of a batch. Some layouts place tokens by its documents, which are kept for outputs."""

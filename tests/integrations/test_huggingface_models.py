@@ -458,6 +458,14 @@ def shifted(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     return type(module).forward(module, torch.roll(hidden_states, 1, 1), **kwargs)
 
 
+def in_groups(module: Any, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
+    rows = len(hidden_states)
+    given = hidden_states, *(x.expand(rows, -1, -1) for x in position_embeddings)
+    halves = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in given]
+    out, weights = type(module).forward(module, halves[0], position_embeddings=tuple(halves[1:]), **kwargs)
+    return out.unflatten(0, (-1, 2)).flatten(1, 2), weights
+
+
 class OwnLoss(hf.LlamaForCausalLM):
     """A model that shifts its labels by itself, as many of older versions and of other authors do."""
 
@@ -530,8 +538,8 @@ def wrong_use(case: str) -> None:
         with contextlib.ExitStack() as patched:
             if case == "forward of a class":
                 patched.enter_context(mock.patch.object(type(attention), "forward", WritesOut.forward))
-            elif case == "forward that shifts":
-                attention.forward = MethodType(shifted, attention)
+            elif case in ("forward that shifts", "forward in groups"):
+                attention.forward = MethodType(shifted if case == "forward that shifts" else in_groups, attention)
             elif case == "forward of eager":
                 patched.enter_context(
                     mock.patch.object(hf.models.llama.modeling_llama, "eager_attention_forward", biased)
@@ -540,6 +548,8 @@ def wrong_use(case: str) -> None:
             if case == "forward put in later":
                 model.model.layers[1].self_attn.forward = MethodType(WritesOut.forward, attention)
             model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+    elif case == "text tower":
+        prepared(hf.CLIPTextModel(hf.CLIPTextConfig(**{x: SMALL[x] for x in ("vocab_size", "hidden_size")})))
     elif case == "registered attention":
         hf.AttentionInterface.register("biased", biased)
         prepared(hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, attn_implementation="biased")))
@@ -672,6 +682,12 @@ REFUSED = [
     ),
     ("forward put in later", "NotImplementedError", r"'layers.1.self_attn' \(LlamaAttention\) of LlamaModel computes"),
     ("forward that shifts", "NotImplementedError", r"LlamaModel has a forward \(shifted\) that reads other positions"),
+    (
+        "forward in groups",
+        "NotImplementedError",
+        "LlamaAttention attends over 6 tokens, and this rank holds 12: groups",
+    ),
+    ("text tower", "NotImplementedError", "CLIPTextModel has a pooler"),
     ("forward of eager", "NotImplementedError", r"eager_attention_forward in the file of .*models.biased, which"),
     (
         "registered attention",

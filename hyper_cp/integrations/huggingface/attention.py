@@ -314,6 +314,13 @@ def attention_forward(
             "former in a batch without padding, and the latter in others. Change the setting of the config that makes "
             "them differ (use_bidirectional_attention)"
         )
+    at = state.positions
+    if asks and at is not None and query.shape[2] == key.shape[2] < len(at) and len(at) % query.shape[2] == 0:
+        raise NotImplementedError(
+            f"{name} attends over {query.shape[2]} tokens, and this rank holds {len(at)}: groups of the sequence, as "
+            "rows of the batch or of heads. They would be joined with those of other ranks. Attend to all tokens, with "
+            "windows or chunks of the config"
+        )
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.turn.prompt is None:
         refuse_in_decoding(name, mask, request)

@@ -6,6 +6,7 @@ states of the whole sequence, which the head pools as on one device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
 from . import forward
+from .seams import source_of
 
 _on_the_host = torch.compiler.disable(
     reason="A prepared model whose head reads whole sequences splits its batch on the host. Compile its layers with "
@@ -30,8 +32,12 @@ def poolers_of(decoder: nn.Module) -> list[nn.Module]:
 
 
 def pools_by_itself(decoder: nn.Module) -> bool:
-    """True for a decoder that pools in its forward, and hands on what it has pooled (ALBERT)."""
-    return getattr(decoder, "pooler", None) is not None and not poolers_of(decoder)
+    """True for a decoder that pools in its forward, and hands on what it has pooled (ALBERT, text models of CLIP)."""
+    in_code = any(_POOLS.search(source_of(type(module).forward)) for module in decoder.modules())
+    return in_code or (getattr(decoder, "pooler", None) is not None and not poolers_of(decoder))
+
+
+_POOLS = re.compile(r"pooled_output = (last_hidden_state|sequence_output|hidden_states)\[")
 
 
 class PooledHook:
