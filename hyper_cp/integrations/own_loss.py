@@ -26,21 +26,21 @@ class WatchedLoss:
         self.method, self.whole = method, whole
         self.made: list[Tensor] = []
         """The losses of the trainer behind it, in the call that runs."""
-        self.looks = 8
-        """The number of calls that are still looked at. (A graph has thousands of nodes.)"""
+        self.reads = 8
+        """The number of graphs that are still read. (They have thousands of nodes.)"""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.made = []
         found = self.method(*args, **kwargs)
         loss = found[0] if isinstance(found, tuple) else found
-        if self.looks and isinstance(loss, Tensor) and not any(loss is x for x in self.made):
-            self.looks -= 1
-            self._look(loss)
+        if self.reads and isinstance(loss, Tensor) and not any(loss is x for x in self.made):
+            self.reads -= loss.grad_fn is not None
+            self._read(loss)
         self.made = []
         return found
 
-    def _look(self, loss: Tensor) -> None:
-        adds, name = bool(self.made), inspect.unwrap(self.method).__qualname__
+    def _read(self, loss: Tensor) -> None:
+        adds, name = bool(self.made), getattr(inspect.unwrap(self.method), "__qualname__", "compute_loss")
         if self.whole:
             wrong = not adds
         elif loss.grad_fn is None:  # an evaluation
@@ -49,7 +49,7 @@ class WatchedLoss:
             wrong = _reads_share(loss, self.made)
         if not wrong:
             return
-        self.looks = 0
+        self.reads = 0
         if self.whole:
             gets = (
                 "whole batches and logits, and what it computes from those is right. But the loss of the model is the "

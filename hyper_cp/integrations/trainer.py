@@ -179,7 +179,7 @@ class ContextParallelTrainer:
         return nullcontext, self._share(inputs)
 
     def _watch_own_loss(self) -> None:
-        """Look at what a ``compute_loss`` of the user's returns, and warn of steps that read it as if it were whole."""
+        """Read the graph of what a ``compute_loss`` of the user's returns."""
         given = self.compute_loss
         if isinstance(given, WatchedLoss) or getattr(given, "__module__", "").startswith("hyper_cp."):
             return

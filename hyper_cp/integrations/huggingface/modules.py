@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..._torch.modules import is_running
+from ..._torch.modules import hook_owners, is_running
 from ...module.mixers.calls import RunningMixer, running_mixer
 from ...module.mixers.hooks import MixerHooks
 from ...module.thread_stack import ThreadStack
@@ -295,10 +295,10 @@ def prepare_rotary(decoder: nn.Module) -> int:
     """
     found = [module for module in decoder.modules() if _kinds(module) - STATIC]
     for module in found:
-        if _append_last_position in module._forward_pre_hooks.values():
-            continue
-        module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
-        module.register_forward_hook(_remove_last_row)
+        if not any(isinstance(owner, _LastPosition) for owner in hook_owners(module)):
+            hooks = _LastPosition()
+            module.register_forward_pre_hook(hooks.append, with_kwargs=True)
+            module.register_forward_hook(hooks.remove_row)
     return len(found)
 
 
@@ -308,25 +308,27 @@ def _kinds(module: nn.Module) -> set[str]:
     return {str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)) if kind is not None}
 
 
-def _append_last_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    state = state_for(module)
-    if not isinstance(state, ForwardState):
-        return None
-    positional, keywords = list(args), dict(kwargs)
-    given: Any = keywords if "position_ids" in keywords else positional
-    at: Any = "position_ids" if "position_ids" in keywords else 1
-    positions = given[at]
-    last = torch.as_tensor(state.batch.last_position, dtype=positions.dtype, device=positions.device)
-    given[at] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], -1)
-    return tuple(positional), keywords
+class _LastPosition:
+    """The hooks of such a rotary embedding."""
 
+    def append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = state_for(module)
+        if not isinstance(state, ForwardState):
+            return None
+        positional, keywords = list(args), dict(kwargs)
+        given: Any = keywords if "position_ids" in keywords else positional
+        at: Any = "position_ids" if "position_ids" in keywords else 1
+        positions = given[at]
+        last = torch.as_tensor(state.batch.last_position, dtype=positions.dtype, device=positions.device)
+        given[at] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], -1)
+        return tuple(positional), keywords
 
-def _remove_last_row(module: nn.Module, args: Any, output: Any) -> Any:
-    if not isinstance(state_for(module), ForwardState):
-        return None
-    if isinstance(output, Tensor):
-        return output.narrow(-2, 0, output.shape[-2] - 1)
-    return type(output)(x.narrow(-2, 0, x.shape[-2] - 1) for x in output)
+    def remove_row(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(state_for(module), ForwardState):
+            return None
+        if isinstance(output, Tensor):
+            return output.narrow(-2, 0, output.shape[-2] - 1)
+        return type(output)(x.narrow(-2, 0, x.shape[-2] - 1) for x in output)
 
 
 # --------------------------------------------------------------------------- positions that layers count
