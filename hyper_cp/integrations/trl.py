@@ -101,7 +101,9 @@ class ContextParallelSFT(ContextParallelTrainer):
             return output
 
         with _gathering_by_rank(self):  # past the method of ContextParallelTrainer, which is for losses of models
-            return super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
+            found = super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
+        self._is_of_all_ranks(found[0] if isinstance(found, tuple) else found)
+        return found
 
 
 @contextmanager

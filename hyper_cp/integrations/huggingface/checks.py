@@ -127,7 +127,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
             "apply the head to that"
         )
-    if pools_by_itself(decoder) or (poolers_of(decoder) and not pools):
+    if pools_by_itself(decoder, encoders_in(decoder)) or (poolers_of(decoder) and not pools):
         raise NotImplementedError(
             f"{name} has a pooler, which pools over the sequence, and each rank would pool over its share. Make the "
             "model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), and pool that"

@@ -7,7 +7,7 @@ states of the whole sequence, which the head pools as on one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ def poolers_of(decoder: nn.Module) -> list[nn.Module]:
     return [module for module in decoder.modules() if "Pooler" in type(module).__name__]
 
 
-def pools_by_itself(decoder: nn.Module) -> bool:
-    """True for a decoder that pools in its forward, and hands on what it has pooled (ALBERT, text models of CLIP)."""
-    in_code = any(_POOLS.search(source_of(type(module).forward)) for module in decoder.modules())
+def pools_by_itself(decoder: nn.Module, encoders: Set[nn.Module]) -> bool:
+    """True for a decoder that pools in its forward, and hands on what it has pooled (ALBERT, text models of CLIP).
+    ``encoders``: modules inside of it whose sequence is another one."""
+    in_code = any(_POOLS.search(source_of(type(module).forward)) for module in {*decoder.modules()} - encoders)
     return in_code or (getattr(decoder, "pooler", None) is not None and not poolers_of(decoder))
 
 
