@@ -368,7 +368,8 @@ def _own_forward(module: nn.Module) -> Any:
 
 def _is_foreign(kind: Any) -> bool:
     """True for a class or function of a user, or of a model whose code comes with its weights."""
-    return not kind.__module__.startswith(("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp."))
+    # Generated code may have no module.
+    return not str(kind.__module__).startswith(("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp."))
 
 
 def own_attention(decoder: nn.Module) -> list[nn.Module]:
