@@ -221,10 +221,10 @@ class ContextParallelTrainer:
         if num_items_in_batch is not None:  # Trainer has divided it by cp, which does not scale a loss of routers
             num_items_in_batch = num_items_in_batch * cp
         loss, *outputs = compute(model, inputs, True, num_items_in_batch)
-        found = self._is_of_all_ranks(loss * cp)
+        found = self.made_over_ranks(loss * cp)
         return (found, *outputs) if return_outputs else found
 
-    def _is_of_all_ranks(self, loss: Tensor) -> Tensor:
+    def made_over_ranks(self, loss: Tensor) -> Tensor:
         """The same loss, of which a ``compute_loss`` of the user's around this one may make its own."""
         if isinstance(watched := vars(self).get("compute_loss"), WatchedLoss):
             watched.made.append(loss)

@@ -102,7 +102,7 @@ class ContextParallelSFT(ContextParallelTrainer):
 
         with _gathering_by_rank(self):  # past the method of ContextParallelTrainer, which is for losses of models
             found = super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
-        self._is_of_all_ranks(found[0] if isinstance(found, tuple) else found)
+        self.made_over_ranks(found[0] if isinstance(found, tuple) else found)
         return found
 
 
