@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from ..data.collectives import is_of_all_ranks
+from ..module.mixers.calls import names_in
 
 _OVER_RANKS = {"mean_loss", "combine", "pool", "log_probs"}
 """Methods of a handler whose results are those of the whole sequence."""
@@ -90,15 +91,12 @@ def _reached(start: list[Any], made: Iterable[Any] = ()) -> tuple[set[Any], set[
     return above, ends
 
 
-def steps_of_their_own(kinds: Iterable[type]) -> Iterator[str]:
-    """The names of the methods for a step, of these classes, that do not call those behind them."""
-    for kind in kinds:
-        for name in {"training_step", "prediction_step"} & {*vars(kind)}:
-            if name not in _names(method := vars(kind)[name]):
-                yield method.__qualname__
+def replaces(kind: type, name: str) -> bool:
+    """True for a class with a method of this name that does not call the one behind it."""
+    return name in vars(kind) and name not in _names(vars(kind)[name])
 
 
 def _names(method: Any) -> set[str]:
     """The names that the code of a method uses."""
     code = getattr(inspect.unwrap(method), "__code__", None)
-    return set() if code is None else {*code.co_names}
+    return set() if code is None else names_in(code)

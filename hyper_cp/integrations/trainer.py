@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,20 +27,11 @@ from .accelerate import cp_mesh, enable
 from .huggingface.checks import POOLED, base_of, decoder_of, has_head
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.two_sequences import stacks_of
-from .own_loss import WatchedLoss, steps_of_their_own
+from .own_loss import WatchedLoss, replaces
 from .transformers import prepare_batch, prepare_model
 
 hooks_of_trainer: WeakKeyDictionary[Any, Iterable[Any]] = WeakKeyDictionary()
 """The hooks by which a model takes whole batches, of its last trainer. Those of the next one replace them."""
-
-
-def _has_own_loss(methods: Mapping[str, Any]) -> bool:
-    """True if a trainer with these methods computes its loss by itself: in a ``training_step``, as OnlineDPO of TRL,
-    if that does not call the one behind it."""
-    step = inspect.unwrap(methods.get("training_step", transformers.Trainer.training_step))
-    return "compute_loss" in methods or (
-        step is not transformers.Trainer.training_step and "training_step" not in step.__code__.co_names
-    )
 
 
 def where_split(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,6 +57,7 @@ class ContextParallelTrainer:
     """Splits batches; None with ``cp_size=1``."""
 
     _steps_checked = False
+    """True once the steps of the user's have been read."""
 
     _epoch: Any = None
     """The iterator over the batches of the epoch that is running."""
@@ -102,7 +94,8 @@ class ContextParallelTrainer:
         classes = type(self).__mro__
         behind = classes[classes.index(ContextParallelTrainer) + 1 :]
         for trainer in behind[: behind.index(transformers.Trainer)]:
-            if _has_own_loss(vars(trainer)) and trainer.__name__ not in self.own_losses:
+            own = "compute_loss" in vars(trainer) or replaces(trainer, "training_step")  # as OnlineDPO of TRL does
+            if own and trainer.__name__ not in self.own_losses:
                 known = f"Trainer that leaves the loss to the model, {', '.join(self.own_losses)}".rstrip(", ")
                 raise NotImplementedError(
                     f"{trainer.__name__} computes its loss by itself, from the logits of this rank's tokens as if they "
@@ -188,13 +181,15 @@ class ContextParallelTrainer:
     def _warn_of_own_steps(self) -> None:
         """Warn of a step of the user's that does not call the one behind it."""
         self._steps_checked, classes = True, type(self).__mro__
-        for name in steps_of_their_own(classes[: classes.index(ContextParallelTrainer)]):
-            warnings.warn(
-                f"{name} does not call that of super(). self.compute_loss returns a loss whose mean over the ranks is "
-                "that of the batch, and what is read beside it belongs to this rank's tokens. Call it, or average over "
-                "the ranks what is returned, and add terms in compute_loss",
-                stacklevel=3,
-            )
+        in_front = classes[: classes.index(ContextParallelTrainer)]
+        for kind, name in product(in_front, ("training_step", "prediction_step")):
+            if replaces(kind, name):
+                warnings.warn(
+                    f"{vars(kind)[name].__qualname__} does not call that of super(). self.compute_loss returns a loss "
+                    "whose mean over the ranks is that of the batch, and what is read beside it belongs to this rank's "
+                    "tokens. Call it, or average over the ranks what is returned, and add terms in compute_loss",
+                    stacklevel=3,
+                )
 
     def _reads_whole_batches(self) -> bool:
         """True for a classifier of sequences: it splits batches itself, and returns whole logits."""
@@ -254,9 +249,8 @@ class ContextParallelTrainer:
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs["input_ids"].shape[1]
         names = self.label_names  # type: ignore[attr-defined]
-        if not names or any(
-            inputs.get(x) is None for x in names
-        ):  # Trainer does not call _prepare_context_parallel_inputs
+        labelled = bool(names) and all(inputs.get(x) is not None for x in names)
+        if not labelled:  # Trainer does not call _prepare_context_parallel_inputs
             inputs = self._share(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if loss is not None:  # the mean over the ranks that share the sequence

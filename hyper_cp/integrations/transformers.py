@@ -455,9 +455,9 @@ class DecoderHook:
         """True once the ranks' tokens have been compared."""
         self.given_positions: bool | None = None
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
-        self.adapters_checked = False
-        self.own = own_attention(decoder) if decoder._can_set_attn_implementation() else []
-        """Attention modules of users, which will have to call attention in the first forward."""
+        self.additions_checked = False
+        self.own: list[nn.Module] = []
+        """Attention modules of users, which have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
@@ -534,13 +534,13 @@ class DecoderHook:
             self._refuse(args, kwargs)
             if mesh.parallel:
                 check_dropped_layers(self.dropping)
-            if not self.adapters_checked:
+            if not self.additions_checked:
                 check_adapters(module)
                 # What was put into the model since it was prepared.
                 check_own_forwards(module, eager=False)  # type: ignore[arg-type]
                 self.long_rotary |= prepare_rotary(module) > 0
                 self.own = own_attention(module) if module._can_set_attn_implementation() else []  # type: ignore[operator]
-                self.adapters_checked = True
+                self.additions_checked = True
             around = self.around()
             if around is not None and mesh.parallel and bypassed(around):
                 raise RuntimeError(

@@ -300,9 +300,10 @@ def attention_forward(
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    if mask is None and not causal and request is None and module not in state.cross:
+    bare = mask is None and request is None and module not in state.cross
+    if bare and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")
-    if mask is None and request is None and causal and state.implementation == "eager" and module not in state.cross:
+    if bare and state.implementation == "eager":
         raise NotImplementedError(
             f"{name} is causal, but got no attention mask. On one device eager attention then lets all tokens see each "
             'other, and SDPA is causal. Make the model with attn_implementation="sdpa", or let it make a mask'

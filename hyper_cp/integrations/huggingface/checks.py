@@ -49,6 +49,8 @@ POOLED = re.compile(
 """Names of heads that pool over the sequence, or have a softmax over its positions."""
 OVER_POSITIONS = re.compile("ForQuestionAnswering")
 """Names of the latter."""
+EAGER = "eager_attention_forward"
+"""The name of eager attention in the files of models."""
 SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(|reduce_min\(")
 """Code that reads other positions than a token's own."""
 OWN_LOSS = re.compile(
@@ -264,28 +266,25 @@ def check_own_forwards(decoder: PreTrainedModel, eager: bool) -> None:
         return
     for name, module in decoder.named_modules():
         named = f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__}"
-        multihead = isinstance(module, nn.MultiheadAttention)
-        if _was_added(decoder, name) if multihead else _writes_attention(module):
+        multihead, own = isinstance(module, nn.MultiheadAttention), _own_forward(module)
+        source = "" if own is None else source_of(own)
+        if _was_added(decoder, name) if multihead else _writes_attention(module, source):
             raise NotImplementedError(
                 f"{named} computes attention by itself, over this rank's share. Let it call "
                 "ALL_ATTENTION_FUNCTIONS.get_interface(...), as the attention of transformers' models does"
             )
-        own = _own_forward(module)
-        if own is not None and not isinstance(module, PreTrainedModel) and SHIFTS.search(source_of(own)):
+        if SHIFTS.search(source) and not isinstance(module, PreTrainedModel):
             raise NotImplementedError(
                 f"{named} has a forward ({own.__qualname__}) that reads other positions without attention (neighbours, "
                 "or parts of the sequence), and would end at this rank's share. Use the one of its class"
             )
-        function = getattr(sys.modules.get(type(module).__module__), _EAGER, None) if eager else None
+        function = in_file(module, EAGER) if eager else None
         if function is not None and not _is_foreign(type(module)) and _is_foreign(inspect.unwrap(function)):
             raise NotImplementedError(
-                f"{_EAGER} in the file of {named} is {function.__module__}.{function.__qualname__}, which would be "
+                f"{EAGER} in the file of {named} is {function.__module__}.{function.__qualname__}, which would be "
                 "replaced. Use that of transformers, or put a ContextParallel style on modules that call "
                 "FlexAttention for functions of scores"
             )
-
-
-_EAGER = "eager_attention_forward"
 
 
 def _was_added(decoder: nn.Module, name: str) -> bool:
@@ -383,9 +382,8 @@ def own_attention(decoder: nn.Module) -> list[nn.Module]:
     return named or ([decoder] if _own_forward(decoder) is not None and not mixers_of(decoder) else [])
 
 
-def _writes_attention(module: nn.Module) -> bool:
-    """True for a module of a user's that writes attention out, without transformers' AttentionInterface."""
-    source = "" if (own := _own_forward(module)) is None else source_of(own)
+def _writes_attention(module: nn.Module, source: str) -> bool:
+    """True if the source of a user's forward writes attention out, without transformers' AttentionInterface."""
     if not any("Att" in x.__name__ for x in type(module).__mro__) and "attention_mask" not in source:
         return False
     product = re.search(r"matmul\(|bmm\(|einsum\(| @ ", source)

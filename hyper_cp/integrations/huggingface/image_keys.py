@@ -7,7 +7,6 @@ keys or values travel. The gradients of a row are added up over the ranks. (docs
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +24,7 @@ from ...schedule.readers import read_rows, runs_of_equal_cost
 from . import forward
 from .inkling import attends_to_blocks
 from .media import around, encoders_in, owner_of
+from .seams import set_implementation
 from .two_sequences import cross_attention
 
 
@@ -71,8 +71,7 @@ def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) ->
     outside = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
     for module in inside | {m for m in outside if getattr(m, "config", None) is decoder.config}:
         if hasattr(module, "config"):
-            module.config = config = copy.deepcopy(module.config)
-            config._attn_implementation = implementation  # type: ignore[union-attr]
+            set_implementation(module, implementation)
 
 
 class ImageKeysHook:

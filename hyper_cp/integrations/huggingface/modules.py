@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from ...module.mixers.hooks import MixerHooks
 from ...module.thread_stack import ThreadStack
 from .attention import attention_forward
 from .forward import ForwardState, state_for
-from .seams import CACHE, source_of
+from .seams import CACHE, set_implementation, source_of
 
 _running: ThreadStack[tuple[nn.Module, TorchFunctionMode]] = ThreadStack()
 """The modules that run in a mode of this file."""
@@ -56,12 +55,11 @@ def run_in(module: nn.Module, make: Callable[[nn.Module, Any, Any], TorchFunctio
 def reach_copied_layers(decoder: PreTrainedModel, before: str) -> None:
     """Give the attention implementation of a decoder to layers whose configuration is a copy of the decoder's (those
     that ``copy.deepcopy`` made, or of another model), if they had the one that the decoder had ``before``."""
-    of_decoder, own = decoder.config, dict[int, tuple[Any, Any]]()
+    of_decoder = decoder.config
     for module in decoder.modules():
         config: Any = getattr(module, "config", None)
         if type(config) is type(of_decoder) and config is not of_decoder and config._attn_implementation == before:
-            _, copied = own.setdefault(id(config), (config, copy.deepcopy(config)))  # it may be another model's
-            module.config, copied._attn_implementation = copied, of_decoder._attn_implementation
+            set_implementation(module, of_decoder._attn_implementation)  # the configuration may be another model's
 
 
 # --------------------------------------------------------------------------- attention that calls SDPA itself

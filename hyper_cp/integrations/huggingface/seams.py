@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -87,6 +88,12 @@ def in_file(owner: object, name: str, default: Any = None) -> Any:
     FSDP2 derive classes in files of their own."""
     files = [vars(sys.modules[kind.__module__]) for kind in type(owner).__mro__ if kind.__module__ in sys.modules]
     return next((names[name] for names in files if name in names), default)
+
+
+def set_implementation(module: Any, implementation: str) -> None:
+    """Give a module a configuration of its own, with this attention implementation."""
+    module.config = copy.deepcopy(module.config)
+    module.config._attn_implementation = implementation
 
 
 Known = Mapping[str, tuple[str, ...]]

@@ -335,10 +335,10 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
             # Code that was made by exec may belong to no file.
             if (method := _plain(method)) is None or (method.__module__ or "").startswith("torch."):
                 continue
-            names, used = method.__globals__, _names_in(method.__code__)
+            names, used = method.__globals__, names_in(method.__code__)
             # A method may call the function through another one of its file.
             helpers = [_plain(names.get(name)) for name in used]
-            used |= {x for f in helpers if f and f.__globals__ is names for x in _names_in(f.__code__)}
+            used |= {x for f in helpers if f and f.__globals__ is names for x in names_in(f.__code__)}
             found += [(names, name) for name in used if _function_of(name, names.get(name))]
     _known[kind] = found
     return found
@@ -353,9 +353,9 @@ def _plain(method: Any) -> FunctionType | None:
     return inspect.unwrap(method) if type(method) is FunctionType else None
 
 
-def _names_in(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Names of globals and attributes in code, and in functions inside of it."""
-    return {*code.co_names}.union(*(_names_in(x) for x in code.co_consts if isinstance(x, CodeType)))
+    return {*code.co_names}.union(*(names_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 _known: WeakKeyDictionary[type, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
