@@ -259,16 +259,20 @@ class Agreement:
         # In short requests: Store.wait would keep other threads from the store, and torch warns when it times out.
         while not (self._store.check(keys) and all(entries := self._store.multi_get(keys))):
             waited = time.monotonic() - started
-            if waited >= limit:
-                raise RuntimeError(f"{self._absence(keys, purpose, waited)}. HYPER_CP_AGREE_TIMEOUT sets the seconds")
-            if waited >= PATIENCE and not warned:
-                logger.warning("%s. Waiting for up to %.0f seconds", self._absence(keys, purpose, waited), limit)
+            # None is missing where the last of them has come since the check.
+            if waited >= limit and (missing := self._missing(keys)):
+                raise RuntimeError(f"{self._absence(missing, purpose, waited)}. HYPER_CP_AGREE_TIMEOUT sets the seconds")
+            if waited >= PATIENCE and not warned and (missing := self._missing(keys)):
+                logger.warning("%s. Waiting for up to %.0f seconds", self._absence(missing, purpose, waited), limit)
                 warned = True
             time.sleep(min(0.05, max(0.0002, waited / 8)))
         return entries
 
-    def _absence(self, keys: list[str], purpose: str, waited: float) -> str:
-        missing = [r for r, key in enumerate(keys) if not (self._store.check([key]) and self._store.get(key))]
+    def _missing(self, keys: list[str]) -> list[int]:
+        """The ranks that have not written their entry, or have withdrawn it."""
+        return [r for r, key in enumerate(keys) if not (self._store.check([key]) and self._store.get(key))]
+
+    def _absence(self, missing: list[int], purpose: str, waited: float) -> str:
         return (
             f"{purpose}, but ranks {missing} (global ranks {[self.ranks[r] for r in missing]}) have not come to "
             f"compare theirs in {waited:.0f} seconds. Their call hangs, has raised an error, or they make other calls "

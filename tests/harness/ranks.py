@@ -357,10 +357,10 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + GRACE)
             if time.monotonic() >= deadline and len(outcomes) < len(team):
                 for index, rank in enumerate(team):
-                    if index not in outcomes:
+                    if index not in outcomes and not rank.conn.poll():  # it may answer while another's stacks are read
                         outcomes[index] = ("hung", rank.dump())
                 for index, rank in enumerate(team):
-                    if outcomes[index][0] == "hung":
+                    if outcomes.get(index, ("",))[0] == "hung":
                         rank.kill()
         return outcomes
 

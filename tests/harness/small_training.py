@@ -62,10 +62,17 @@ class Model(nn.Module):
 class Training:
     """A small model under context parallelism on all ranks of the job, or on some of them."""
 
-    def __init__(self, mode: dict[str, Any], timeout: float = 60.0, members: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        mode: dict[str, Any],
+        timeout: float = 60.0,
+        members: list[int] | None = None,
+        comparisons: float | None = None,
+    ) -> None:
+        """``timeout``: seconds that transfers may take; ``comparisons``: that ranks wait to compare new calls."""
         self.model = Model()
         # The store of the job has the timeout of init_process_group, as it has under torchrun.
-        dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=timeout))
+        dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=comparisons or timeout))
         seconds = timedelta(seconds=timeout)
         self.group = dist.new_group(members, timeout=seconds, use_local_synchronization=members is not None)
         mesh = DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("cp",))

@@ -329,6 +329,23 @@ def test_a_long_wait_warns_before_it_raises(monkeypatch: pytest.MonkeyPatch, cap
     assert "ranks [1] (global ranks [7]) have not come" in record.getMessage()
 
 
+def test_a_rank_that_comes_at_the_limit_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after the check for all entries, and before the clock is read."""
+    monkeypatch.setattr(agreement, "TIMEOUT", 0.0)
+    store, clock, readings = dist.HashStore(), time.monotonic, []
+    one, two = (Agreement(store, [3, 7], rank) for rank in range(2))
+
+    def monotonic() -> float:
+        readings.append(clock())
+        if len(readings) == 2:
+            two.compare_if_new("call", BASE, "cp mesh", "layer")
+        return readings[-1]
+
+    monkeypatch.setattr(agreement.time, "monotonic", monotonic)
+    one.compare_if_new("call", BASE, "cp mesh", "layer")
+    assert one.known("call", BASE) and two.known("call", BASE)
+
+
 # --------------------------------------------------------------------------- the record
 
 
