@@ -261,7 +261,9 @@ class Agreement:
             waited = time.monotonic() - started
             # None is missing where the last of them has come since the check.
             if waited >= limit and (missing := self._missing(keys)):
-                raise RuntimeError(f"{self._absence(missing, purpose, waited)}. HYPER_CP_AGREE_TIMEOUT sets the seconds")
+                raise RuntimeError(
+                    f"{self._absence(missing, purpose, waited)}. HYPER_CP_AGREE_TIMEOUT sets the seconds"
+                )
             if waited >= PATIENCE and not warned and (missing := self._missing(keys)):
                 logger.warning("%s. Waiting for up to %.0f seconds", self._absence(missing, purpose, waited), limit)
                 warned = True
