@@ -217,7 +217,13 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
 
     Raises:
         ValueError: if there is none, if one is parallel already, or if another module mixes positions.
+        NotImplementedError: for a model that predicts further tokens (``mtp_layers``).
     """
+    if mesh.size() > 1 and len(getattr(model, "mtp_layers", None) or ()):
+        raise NotImplementedError(
+            f"{type(model).__name__} has mtp_layers, for which it moves tokens and labels along the sequence: here it "
+            "would move them along each rank's share. Build the model with num_mtp_layers=0"
+        )
     found = {name: module for name, module in model.named_modules() if fnmatchcase(name, pattern)}
     if not found:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hyper_cp import ContextParallel, ContextParallelHandler, tiled
 from hyper_cp.data.head import Logits, log_probs
-from hyper_cp.ops import Entries, attention, latent_attention
+from hyper_cp.ops import Entries, attention, gather_windows, latent_attention
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import error_of, on_ranks
 
@@ -76,6 +76,7 @@ def errors_of_values_of_all_ranks() -> list[str]:
         handler.pool(x[..., None].square(), "mean", gradients="sum").square(),
         handler.mean_loss(x, gradients="sum", elsewhere=True).exp(),
         handler.mean_loss(x, mask=weights.exp(), gradients="sum", elsewhere=True),
+        gather_windows(x[..., None], every=1, length=12, mesh=handler.mesh).square(),
     ]
     return [error_of(partial(torch.autograd.grad, out.sum(), x, create_graph=True)) for out in outs]
 
@@ -83,6 +84,6 @@ def errors_of_values_of_all_ranks() -> list[str]:
 def test_a_penalty_on_gradients_of_values_of_all_ranks_is_refused(ranks: Any) -> None:
     """It would lack what comes through other ranks."""
     for found in ranks(2, errors_of_values_of_all_ranks):
-        assert len(found) == 3
+        assert len(found) == 4
         for error in found:
             assert error.startswith("NotImplementedError: ") and "create_graph=True is not supported" in error, error

@@ -242,6 +242,8 @@ def refused() -> dict[str, str]:
     mesh, model, style = cp_mesh(), decoder(), ContextParallel(ulysses_degree=1)
     x, inner = torch.zeros(16, 16, dtype=torch.float64), [m for m in model.modules() if hasattr(m, "window_size")]
     unequal = VarlenMetadata(torch.tensor([0, 5, 32]), torch.tensor([0, 7, 32]), 27, 25)
+    further = decoder()
+    further.mtp_layers = nn.ModuleList([nn.Linear(16, 16)])
     errors = errors_of(
         {
             "NotImplementedError: attention_modules are of the types VarlenInnerAttention": lambda: apply_cp_to_forward(
@@ -250,6 +252,7 @@ def refused() -> dict[str, str]:
             r"'blocks.\*.attention' matches no module of Decoder": lambda: apply_context_parallel(
                 model, mesh, style, "blocks.*.attention"
             ),
+            "NotImplementedError: Decoder has mtp_layers": lambda: apply_context_parallel(further, mesh, style),
             r"window=\(3, 0\).*VarlenInnerAttention has a window of its own": lambda: apply_context_parallel(
                 model, mesh, ContextParallel(window=(3, 0))
             ),

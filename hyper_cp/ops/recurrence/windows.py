@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.once import once
 from ...mesh import cp_mesh, nans
 from ...mesh.arguments import check_int, check_sequence
 from ...mesh.comm import gather_ranks, sum_to_ranks
@@ -211,7 +211,7 @@ class _Gathered(torch.autograd.Function):
         return _taken(every_rank.flatten(0, 1), places.clamp(min=0), places < 0, 0)
 
     @staticmethod
-    @once_differentiable
+    @once("gather_windows")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         cp, most = cp_mesh.by_key(ctx.mesh), max(ctx.counts)
         total = _put(dout, ctx.places.clamp(min=0), ctx.places < 0, cp.size * most)
