@@ -48,7 +48,8 @@ class TileEngine:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: CheckedCall) -> Any:
         if call.selected is not None and call.weight is not None and v.shape[1] == call.selected.shape[1] == 1:
             return self._absorbed(q, k, v, call)
-        if call.cp.size == 1 and not (self.with_lse or call.max_logits):
+        # (A mode that keeps the largest logits keeps none in a checkpoint's first forward, and some in its second one.)
+        if call.cp.size == 1 and not (self.with_lse or call.max_logits or call.mode.max_logits):
             hiding = call.documents, call.mode.window, call.sinks, call.score, call.entries, call.selected
             if all(x is None for x in hiding):
                 return self._plain_sdpa(q, k, v, call)

@@ -48,7 +48,7 @@ class Flex:
         alone = cp.size == 1 and call.documents is None and mode.window is None
         aux = self.options.get("return_aux")
         max_scores = call.max_logits or bool(getattr(aux, "max_scores", False))
-        if torch.compiler.is_compiling() or (alone and not call.max_logits):
+        if torch.compiler.is_compiling() or (alone and not (call.max_logits or mode.max_logits)):
             return self, call
         mask_mod = None if self.block_mask is None else self.block_mask.mask_mod
         score = Mods(self.score_mod, mask_mod, self.block_mask, q)

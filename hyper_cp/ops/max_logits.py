@@ -53,12 +53,13 @@ def keep(
 ) -> None:
     """Let a module keep the largest logit of each head, of this call and of those since :func:`take`. (A recompute by
     activation checkpointing repeats what the forward had.) Arguments: see :func:`of_heads`."""
-    kept = module.__dict__.setdefault(_KEPT, [])
+    kept = module.__dict__.get(_KEPT, [])
     # The maximum of these is taken where no selective checkpoint sees it: in a recompute there are others than in its
     # forward, and it may return what it has saved.
     if len(kept) == CALLS:
-        kept[:] = [unseen(lambda: torch.stack(kept).amax(0), rows.device)]
-    kept.append(of_heads(rows.detach(), cp, layout, documents, counted))
+        kept = [unseen(lambda: torch.stack(kept).amax(0), rows.device)]
+    # A new list: who restores the attributes of modules (verify) restores what they kept.
+    module.__dict__[_KEPT] = [*kept, of_heads(rows.detach(), cp, layout, documents, counted)]
 
 
 @contextmanager

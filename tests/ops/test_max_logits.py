@@ -463,3 +463,40 @@ def of_no_row() -> torch.Tensor:
 def test_a_batch_without_rows(ranks: Any) -> None:
     for found in ranks(2, of_no_row):
         assert found.tolist() == [-torch.inf] * 2
+
+
+class Cross(nn.Module):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        keys = memory[:, None]
+        return (
+            x + F.scaled_dot_product_attention(x[:, None], keys, keys, torch.ones(1, 1, 1, 6, dtype=torch.bool))[:, 0]
+        )
+
+
+@on_ranks
+def recomputed_alone() -> float:
+    """The gradient of padded tokens that attend to themselves and to a memory, on a mesh of one rank."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([Layer(True), Cross()]).double()
+    x, memory = (torch.randn(1, n, 16, dtype=torch.float64) for n in (8, 6))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+
+    def gradient(x: Tensor) -> Tensor:
+        out = checkpoint(lambda x: model[1](model[0](x), memory), x, use_reentrant=True)
+        (out * mask[..., None]).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    want = gradient(x.clone().requires_grad_())
+    style = ContextParallel(qkv_indices=None, max_logits=True)
+    crossing = ContextParallel(qkv_indices=None, cross_attention=True, max_logits=True)
+    parallelize_module(model, cp_mesh(), {"0": style, "1": crossing})
+    handler = ContextParallelHandler(cp_mesh(), style)
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": mask})
+    with handler.documents(batch):
+        return relative_error(gradient(batch["x"].requires_grad_()), want)
+
+
+def test_one_rank_recomputes_what_has_no_documents(ranks: Any) -> None:
+    """The first forward of a reentrant checkpoint has no gradients, and keeps no logits; the second does."""
+    assert max(ranks(1, recomputed_alone)) <= FP64

@@ -128,7 +128,7 @@ def test_a_batch_that_was_not_split_is_named_where_modules_compute_q_k_v(ranks: 
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """All that a run could change; tensors by identity and by value."""
+    """All that a run could change; tensors by identity and by value, lists by identity and length."""
     found: dict[str, Any] = {
         "rng": torch.get_rng_state(),
         "python": random.getstate(),
@@ -140,7 +140,8 @@ def state(model: nn.Module) -> dict[str, Any]:
         found[name] = (id(b), b.clone())
     for name, module in model.named_modules():
         hooks = [list(h) for h in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)]
-        public = {k: id(v) for k, v in vars(module).items() if not k.startswith("_")}
+        attributes = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+        public = {k: (id(v), len(v) if isinstance(v, list) else 0) for k, v in attributes.items()}
         found[f"module {name}"] = (hooks, public, module.training)
     found["bindings"] = [(b.heads, len(b.stack), id(b.stack[0]), b.active_documents()) for b in bindings(model)]
     found["modes"] = len(torch.overrides._get_current_function_mode_stack())
@@ -159,7 +160,7 @@ def same(a: Any, b: Any) -> bool:
 def changes(fault: str, step: str) -> tuple[list[str], str]:
     """The names of what is not as before after verify, and the type of its exception."""
     mesh = cp_mesh()
-    model, raised = styled(mesh, fault), ""
+    model, raised = styled(mesh, fault, max_logits=True), ""
     planted.loss_fn(model, whole_batch(), planted.ContextParallelHandler(mesh, "contiguous")).backward()
     model.eval().blocks[0].train()
     batch = whole_batch()
