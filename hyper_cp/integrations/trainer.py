@@ -267,7 +267,8 @@ class ContextParallelTrainer:
             raise NotImplementedError(
                 f"evaluation got an output of shape {tuple(x.shape)} from {model}. Only outputs of "
                 f"every token are gathered from the ranks, and this rank holds {share} tokens (dimension 1). Set "
-                'prediction_loss_only=True, or leave the output out: evaluate(ignore_keys=["aux_loss", ...])'
+                "prediction_loss_only=True, or leave the output out (aux_loss, image_hidden_states, ...): "
+                "evaluate(ignore_keys=[...]), and train(ignore_keys_for_eval=[...])"
             )
         return self.handler.combine(x, 1, length=length, documents=self._documents)
 
