@@ -118,15 +118,18 @@ def count_bytes(world: int, cases: list[tuple[int, str, str, bool, torch.dtype]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_bytes_are_those_of_the_formula(ranks: Any, world: int) -> None:
     cases = [
         (degree, kv, layout, balance, dtype)
         for degree in (1, 2, 4)
         if world % degree == 0
         for kv in ("ring", "all_gather")
-        for layout, balance in (("contiguous", False), ("head_tail", False), ("contiguous", True))
-        for dtype in (torch.float32, torch.bfloat16)
+        for layout, balance, dtype in (
+            ("contiguous", False, torch.float32),
+            ("head_tail", False, torch.bfloat16),
+            ("contiguous", True, torch.bfloat16),
+        )
     ]
     for found in ranks(world, count_bytes, world, cases):
         for case, (want, counted, recorded) in zip(cases, found, strict=True):
@@ -185,13 +188,13 @@ def test_needed_sends_what_is_seen_and_nothing_else(ranks: Any, world: int) -> N
 # --------------------------------------------------------------------------- memory
 
 
-def live_bytes() -> int:
-    """Bytes of all tensor storages Python can reach."""
+def live_storages() -> dict[int, int]:
+    """Bytes of all tensor storages that Python can reach, by address."""
     seen = {}
     for obj in gc.get_objects():
         if type(obj) in (Tensor, nn.Parameter) and obj.device.type == "cpu":  # fakes of a compile hold nothing
             seen[obj.untyped_storage().data_ptr()] = obj.untyped_storage().nbytes()
-    return sum(seen.values())
+    return seen
 
 
 @on_ranks
@@ -201,24 +204,29 @@ def measure_ring_memory(world: int, layout: str) -> dict[str, int]:
     _, peaks = q, []
     original = cpu.KERNEL.forward
 
+    def new_bytes() -> int:
+        return sum(size for at, size in live_storages().items() if at not in before)
+
     def spying(*args: Any, **keywords: Any) -> Any:
-        peaks.append(live_bytes())
+        peaks.append(new_bytes())
         result = original(*args, **keywords)
-        peaks.append(live_bytes() - sum(x.nbytes for x in result))  # the tile's own result is not kept
+        peaks.append(new_bytes() - sum(x.nbytes for x in result))  # the tile's own result is not kept
         return result
 
     saved: list[Tensor] = []
     gc.collect()
-    before = live_bytes()
+    before = live_storages()
+    gc.freeze()  # what is here already is not looked through again for every tile
     cpu.KERNEL.forward = spying  # type: ignore[method-assign]
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             out = attention(q, k, v, mesh=mesh, is_causal=True, enable_gqa=True, kv_exchange="ring", layout=layout)
     finally:
         del cpu.KERNEL.forward
+        gc.unfreeze()
     lse = B * H * 64 * 4
     return {
-        "beyond inputs and output": max(peaks) - before - out.nbytes - lse,
+        "beyond inputs and output": max(peaks) - out.nbytes - lse,
         "block": k.nbytes + v.nbytes,
         "saved": sum(t.nbytes for t in saved),
         "local": sum(t.nbytes for t in (q, k, v, out)) + lse,
@@ -287,14 +295,14 @@ def repeat_with_delays(world: int, passes: dict[int, dict[str, Any]]) -> bool:
 
 
 @pytest.mark.slow
-def test_a_hundred_passes_with_late_ranks_and_messages_give_the_same_bits(ranks: Any) -> None:
+def test_passes_with_late_ranks_and_messages_give_the_same_bits(ranks: Any) -> None:
     passes = {
-        26: {"kv_exchange": "ring", "layout": "head_tail"},
-        18: {"kv_exchange": "ring", "load_balance": True},
-        16: {"kv_exchange": "all_gather", "load_balance": True},
-        15: {"kv_exchange": "ring", "ulysses_degree": 2, "layout": "head_tail"},
-        14: {"kv_exchange": "needed", "exchange_stages": 3, "documents": [0, 9, 40, 64]},
-        11: {"ulysses_degree": None, "head_groups": 2, "layout": "head_tail"},
+        10: {"kv_exchange": "ring", "layout": "head_tail"},
+        9: {"kv_exchange": "ring", "load_balance": True},
+        8: {"kv_exchange": "all_gather", "load_balance": True},
+        7: {"kv_exchange": "ring", "ulysses_degree": 2, "layout": "head_tail"},
+        6: {"kv_exchange": "needed", "exchange_stages": 3, "documents": [0, 9, 40, 64]},
+        5: {"ulysses_degree": None, "head_groups": 2, "layout": "head_tail"},
     }
     assert all(ranks(4, repeat_with_delays, 4, passes))
 
