@@ -28,9 +28,9 @@ def one_for_each_use(own: list[list[int]]) -> Gradient:
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple:
     kv = draw(st.sampled_from(EXCHANGES))
-    ring = draw(st.integers(2, 64))
+    ring = draw(st.integers(2, 32))
     if kv == "double_ring":
-        hosts, per_host = draw(st.tuples(st.integers(2, 8), st.integers(2, 8)))
+        hosts, per_host = draw(st.tuples(st.integers(2, 6), st.integers(2, 6)))
         ring, kv = hosts * per_host, f"double_ring_{per_host}"
     layout = draw(st.sampled_from(["contiguous", "head_tail", "balanced"]))
     length = 2 * ring * draw(st.integers(1, 4))
@@ -69,13 +69,13 @@ def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> 
         assert (total == copies[mine]).all(), "a gradient from each rank that has the key"
 
 
-@pytest.mark.parametrize("size", [256, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [256, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kv, band", [("ring", (-3, 0)), ("ring", (-40, 0)), ("needed", (-7, 0)), ("all_gather", CAUSAL)]
 )
 def test_sampled_ranks_of_wide_worlds_agree(size: int, kv: str, band: tuple) -> None:
     held = lookup.resolve("contiguous", size, 4 * size).held
-    sampled = {0, 1, size - 1} if size > 1000 else {0, 1, 2, size // 2, size // 2 + 1, size - 2, size - 1}
+    sampled = {0, 1, size - 1} if size > 256 else {0, 1, 2, size // 2, size // 2 + 1, size - 2, size - 1}
     found = {rank: schedule.build(held, held, rank, kv, False, band).transfers for rank in sampled}
     neighbours_agree(found)
     for rank, each in found.items():
@@ -93,7 +93,7 @@ def between_hosts(moves: Sequence[Move], rank: int, per_host: int) -> int:
     return sum(rows for move in moves for to, rows in enumerate(move.sent) if to // per_host != rank // per_host)
 
 
-@pytest.mark.parametrize("hosts, per_host", [(2, 2), (2, 3), (3, 2), (4, 4), (8, 8), (2, 32), (32, 2), (5, 7)])
+@pytest.mark.parametrize("hosts, per_host", [(2, 3), (3, 2), (4, 4), (2, 9), (9, 2), (5, 7)])
 def test_bytes_of_a_double_ring_are_the_same_on_every_link(hosts: int, per_host: int) -> None:
     """Every rank sends to other hosts as many shares, and as many gradients, as there are other hosts; a flat ring
     sends all shares that go round from the last rank of each host."""
