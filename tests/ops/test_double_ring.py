@@ -195,10 +195,10 @@ def held(per_host: int, layout: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, per_host, blocks", [(4, 2, 4), (8, 4, 4), (9, 3, 4)])
-def test_it_holds_two_blocks_more_than_a_flat_ring(ranks: Ranks, world: int, per_host: int, blocks: int) -> None:
+@pytest.mark.parametrize("world, per_host", [(8, 4), (9, 3)])
+def test_it_holds_two_blocks_more_than_a_flat_ring(ranks: Ranks, world: int, per_host: int) -> None:
     found = ranks(world, held, per_host, "contiguous")
-    assert max(x["beyond inputs and output"] for x in found) <= blocks * found[0]["block"], found
+    assert max(x["beyond inputs and output"] for x in found) <= 4 * found[0]["block"], found
     assert all(x["saved"] == x["local"] + 16 for x in found)
 
 
