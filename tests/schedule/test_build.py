@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.schedule import build as schedule
@@ -105,6 +105,7 @@ def packed_problems(draw: st.DrawFn) -> tuple:
 
 
 @pytest.mark.slow
+@settings(max_examples=50)
 @given(packed_problems(), st.sampled_from([1, 1024]))
 def test_every_visible_pair_of_packed_documents_exactly_once(problem: tuple, least: int) -> None:
     ring, ulysses, layout, kv, balance, length, band, boundaries = problem
@@ -176,6 +177,7 @@ def problems(draw: st.DrawFn) -> tuple:
 
 
 @pytest.mark.slow
+@settings(max_examples=50)
 @given(problems(), st.sampled_from([1, 1024]))
 def test_every_visible_pair_exactly_once(problem: tuple, least: int) -> None:
     """Also where tiles as short as these are cut in two (``least=1``)."""
@@ -199,7 +201,7 @@ def test_every_visible_pair_exactly_once(problem: tuple, least: int) -> None:
 @pytest.mark.parametrize("kv", ["ring", "all_gather", "needed"])
 @pytest.mark.parametrize("layout, balance", [("head_tail", False), ("contiguous", True)])
 def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
-    for ring in (1, 2, 3, 4, 5, 8, 11, 16, 32):
+    for ring in (1, 2, 3, 8, 11):
         held = held_by(layout, ring, 1, 2 * ring * 128)
         areas = [schedule.build(held, held, r, kv, balance, CAUSAL).area for r in range(ring)]
         assert max(areas) == min(areas)
@@ -208,7 +210,7 @@ def test_causal_work_is_balanced(kv: str, layout: str, balance: bool) -> None:
 @pytest.mark.slow
 def test_contiguous_work_is_uneven_by_a_known_ratio() -> None:
     """The last rank's share over the mean is 2 - 1/n (+ the diagonal's rounding)."""
-    for ring in (2, 4, 8, 64):
+    for ring in (2, 4, 11):
         held = held_by("contiguous", ring, 1, ring * 128)
         areas = [schedule.build(held, held, r, "ring", False, CAUSAL).area for r in range(ring)]
         assert max(areas) / (sum(areas) / ring) == pytest.approx(2 - 1 / ring, rel=0.01)

@@ -38,7 +38,7 @@ def dealt(draw: st.DrawFn) -> tuple[ResolvedLayout, tuple[tuple[int, ...], ...],
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(dealt())
 def test_a_deal_gives_every_position_to_one_rank_and_all_ranks_equally_many(
     problem: tuple[ResolvedLayout, tuple[tuple[int, ...], ...], int | None],
