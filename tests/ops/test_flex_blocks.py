@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -48,6 +48,7 @@ def by_block(pairs: Tensor, size: tuple[int, int], fill: bool) -> Tensor:
 
 
 @pytest.mark.slow
+@settings(max_examples=40)
 @given(
     st.sampled_from([(2, 1), (3, 1), (2, 2), (1, 2)]),
     st.sampled_from(["contiguous", "head_tail"]),

@@ -193,7 +193,7 @@ def compiled_for(capability: int, kernel: Any, rows: int, dim: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, 100])
 def test_compiles_for_gpus(capability: int, tmp_path: Path, capsys: Any) -> None:
     """Prints registers and shared memory of each kernel; none spills registers to memory."""
     triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
@@ -221,7 +221,7 @@ def assert_loads_first(ptx: str) -> None:
     assert loads and stores and any(max(loads) < barrier < min(stores) for barrier in barriers)
 
 
-@pytest.mark.parametrize("rows, dim", [(1, 1), (3, 64), (300, 64), (1000, 128), (8192, 576)], ids=str)
+@pytest.mark.parametrize("rows, dim", [(1, 1), (300, 64), (8192, 576)], ids=str)
 def test_all_warps_load_before_one_stores(rows: int, dim: int) -> None:
     """On a GPU merges were wrong now and then: a warp read log-sum-exps that another one had merged already."""
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
