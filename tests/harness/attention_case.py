@@ -11,10 +11,11 @@ and returns ``shard.errors(out, grads)``.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import combinations
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -380,11 +381,19 @@ def run_cases(cases: Sequence[AttentionCase], device: str = "cpu") -> list[tuple
     return [(case, run_case(case, mesh)) for case in cases]
 
 
-def drawn(cases: list[Any], world: int, parts: int = 3) -> list[Any]:
-    """One of ``parts`` of the cases, and another one on each number of ranks: a case has many neighbours that differ
-    from it in one setting, and ranks that share two cores take long."""
-    shuffled = random.Random(len(cases)).sample(cases, len(cases))
-    return shuffled[world % parts :: parts]  # two, three and four ranks have all of them between them
+def pairwise(cases: Sequence[AttentionCase]) -> list[AttentionCase]:
+    """Cases that have between them every mode, and every pair of values of two settings, which any of the given has.
+
+    A mistake that needs three settings at once is rare. Each chosen case has most of what is missing yet.
+    """
+    mode = attrgetter("ulysses_degree", "kv_exchange", "layout", "load_balance")
+    has = {case: {mode(case), *combinations(vars(case).items(), 2)} for case in cases}
+    missing = set().union(*has.values())
+    chosen: list[AttentionCase] = []
+    while missing:
+        chosen.append(max(has, key=lambda case: len(has[case] & missing)))
+        missing -= has[chosen[-1]]
+    return chosen
 
 
 def check(results: Sequence[Sequence[tuple[Any, Errors]]], bar: float) -> None:

@@ -22,9 +22,9 @@ from tests.harness.attention_case import (
     Errors,
     check,
     cp_mesh,
-    drawn,
     modes,
     one_device,
+    pairwise,
     run_case,
     run_cases,
 )
@@ -40,7 +40,7 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
         for causal, (batch, strided) in itertools.product((True, False), ((1, False), (3, True)))
         for kv_heads in ((8, 4, 2, 1) if world < 3 else (8, 2))
     ]
-    check(ranks(world, run_cases, drawn(cases, world)), FP64)
+    check(ranks(world, run_cases, pairwise(cases)), FP64)
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_wide_worlds_fp64(ranks: Any, world: int) -> None:
         for mode in modes(world)
         for causal in (True, False)
     ]
-    check(ranks(world, run_cases, cases), FP64)
+    check(ranks(world, run_cases, pairwise(cases)), FP64)
 
 
 @on_ranks
@@ -71,11 +71,14 @@ def long_errors(modes: list[dict[str, Any]], world: int) -> list[tuple[Attention
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_long_shares(ranks: Any, world: int) -> None:
+def test_long_shares(ranks: Any) -> None:
     """Shares with enough rows that the local step is cut in two parts, the second of which comes last."""
-    chosen = [mode for mode in modes(world) if mode["ulysses_degree"] == 1]
-    check(ranks(world, long_errors, drawn(chosen, world), world), FP64)
+    chosen = [
+        {"kv_exchange": "all_gather"},
+        {"kv_exchange": "ring", "layout": "head_tail"},
+        {"kv_exchange": "needed", "load_balance": True},
+    ]
+    check(ranks(2, long_errors, chosen, 2), FP64)
 
 
 def test_key_heads_are_sent_as_seldom_as_possible() -> None:
@@ -116,7 +119,7 @@ def drawn_case(draw: st.DrawFn, world: int) -> AttentionCase:
 @st.composite
 def drawn_job(draw: st.DrawFn) -> tuple[int, list[AttentionCase]]:
     """Several cases of one world: what takes time is to bring ranks together."""
-    world = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    world = draw(st.sampled_from([1, 2, 3, 4, 6]))
     return world, draw(st.lists(drawn_case(world), min_size=1, max_size=10))
 
 
@@ -140,7 +143,7 @@ def run_drawn(cases: list[AttentionCase]) -> list[Errors]:
 
 
 @pytest.mark.slow
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(job=drawn_job())
 def test_drawn_combinations_meet_the_bars(ranks: Any, job: tuple[int, list[AttentionCase]]) -> None:
     """fp64 1e-10 and fp32 5e-6 relative (largest element); bf16 at most twice the error of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +21,21 @@ from hyper_cp.mesh import comm, cp_mesh
 from hyper_cp.ops import attention, indexer_loss, latent_attention, select_keys
 from hyper_cp.ops.kernels import indexer, selected
 from tests.harness import attention_case
-from tests.harness.attention_case import FP64, AttentionCase, Errors, check, drawn, modes
+from tests.harness.attention_case import FP64, AttentionCase, Errors, check, modes, pairwise
 from tests.harness.oracle import relative_error, visible_pairs
 from tests.harness.ranks import on_ranks, sum_over_ranks
 
 HEADS = 3
 """Heads of the indexer."""
+
+
+@dataclass(frozen=True)
+class LossCase(AttentionCase):
+    """A case of the loss, whose attention has keys or latents."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    latent: bool = False
 
 
 def index_tensors(length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -74,13 +84,13 @@ def pairs_of(case: AttentionCase, chosen: Tensor | None, mask: Tensor | None) ->
 
 
 @on_ranks
-def run_losses(cases: list[tuple[AttentionCase, bool]]) -> list[tuple[Any, Errors]]:
+def run_losses(cases: list[LossCase]) -> list[tuple[LossCase, Errors]]:
     mesh, found = attention_case.cp_mesh(), []
-    for case, latent in cases:
-        index, given, at = index_tensors(case.length), attention_tensors(case, latent), case.positions(case.length)
+    for case in cases:
+        index, given, at = index_tensors(case.length), attention_tensors(case, case.latent), case.positions(case.length)
         mask = attention_case.explicit_mask(case)[0] if case.mask else None
         chosen = attention_case.selection(case) if case.selected else None
-        q, k = given if not latent else (given[0], expanded(*given)[0])
+        q, k = given if not case.latent else (given[0], expanded(*given)[0])
         whole = [x.requires_grad_() for x in index]
         want, lse = losses(whole, q, k, pairs_of(case, chosen, mask))
         upstream = torch.randn(2, case.length, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -92,13 +102,13 @@ def run_losses(cases: list[tuple[AttentionCase, bool]]) -> list[tuple[Any, Error
         options |= {"attn_mask": mask, "documents": case.rows, "scale": 8**-0.5}
         options["selected"] = None if chosen is None else chosen[:, :, at]
         with patch.object(indexer, "SCORES_AT_ONCE", 1 << 10), patch.object(selected, "GATHERED_AT_ONCE", 1 << 11):
-            keys = local[1:] if latent else local[1]
+            keys = local[1:] if case.latent else local[1]
             got = indexer_loss(
                 *own, local[0], keys, lse[:, :, at], mesh=cp_mesh.view(mesh, case.ulysses_degree), **options
             )
             grads = torch.autograd.grad(got, own, upstream[:, at])
         pairs = zip(("loss", "q", "k", "weights"), (got, *grads), (want[:, at], *wanted), strict=True)
-        found.append(((case, latent), {name: relative_error(a.detach(), b) for name, a, b in pairs}))
+        found.append((case, {name: relative_error(a.detach(), b) for name, a, b in pairs}))
     return found
 
 
@@ -119,12 +129,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_losses_and_gradients_are_those_of_plain_math(ranks: Any, world: int) -> None:
     """Dense warm-up and sparse training, in every mode."""
-    cases = []
-    for mode, options, chosen in itertools.product(modes(world), OPTIONS.values(), (None, (9, 1))):
-        options = {"heads": 4, "kv_heads": 2, "selected": chosen, **mode, **options}
-        latent = options.pop("latent", False)
-        cases.append((AttentionCase(48, **options), latent))
-    check(ranks(world, run_losses, drawn(cases, world)), FP64)
+    cases = [
+        LossCase(48, selected=chosen, **mode, **options)
+        for mode, options, chosen in itertools.product(modes(world), OPTIONS.values(), (None, (9, 1)))
+    ]
+    check(ranks(world, run_losses, pairwise(cases)), FP64)
 
 
 # --------------------------------------------------------------------------- beside other features

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from hyper_cp.mesh.comm import Axis
 from hyper_cp.ops import SAVE_LIST, attention, latent_attention, select_keys
 from hyper_cp.ops.kernels import indexer, selected
 from tests.harness import attention_case
-from tests.harness.attention_case import FP64, AttentionCase, Errors, check, drawn, modes, run_case
+from tests.harness.attention_case import FP64, AttentionCase, Errors, Problem, check, modes, pairwise, run_case
 from tests.harness.latent_case import PLAIN, RANK, LatentCase, called, errors_of, leaves_of
 from tests.harness.oracle import relative_error, visible_pairs
 from tests.harness.ranks import on_ranks
@@ -68,23 +69,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "world", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+def cases_of(mode: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    """The calls of a mode and of an option: of keys, of latents, and of latents with rotary parts of each head."""
+    given = {"selected": (9, 1), "length": 48, "heads": 4, **mode, **options}
+    keys = AttentionCase(kv_heads=2, **given)
+    if "lse_grad" in options or given["selected"][1] > 1 or keys.block > 1:
+        return [keys]
+    return [keys, LatentCase(latents=True, bias="scale" in options, **given), LatentCase(kv_heads=4, **given)]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_selected_keys_fp64(ranks: Any, world: int) -> None:
+    """On two ranks every option in every exchange, layout and degree; on four each mode has one of the options."""
     cases: list[Any] = []
-    for mode, options in itertools.product(modes(world), OPTIONS.values()):
-        if mode["kv_exchange"] == "ring" and "exchange_stages" in options:
-            continue
-        given = {"selected": (9, 1), "length": 48, **mode, **options}
-        cases.append(AttentionCase(heads=4, kv_heads=2, **given))
-        if "lse_grad" not in options and given["selected"][1] == 1 and "block" not in given:
-            cases.append(LatentCase(heads=4, latents=True, bias="scale" in options, **given))
-            cases.append(LatentCase(heads=4, kv_heads=4, latents=True, **given))
+    given = itertools.product(modes(2), OPTIONS.values())
+    for i, (mode, options) in enumerate(given if world == 2 else zip(modes(4), itertools.cycle(OPTIONS.values()))):
+        if mode["kv_exchange"] != "ring" or "exchange_stages" not in options:
+            calls = cases_of(mode, options)
+            cases += calls if world == 2 else [calls[i % len(calls)]]
     for layout, exchange in itertools.product(("per_document", "balanced"), ("ring", "needed", "all_gather")):
-        given = {"is_causal": True, "documents": OF_ROWS[:1], "selected": (9, 1), "layout": layout}
-        cases.append(LatentCase(48, kv_exchange=exchange, latents=False, **given))
-    check(ranks(world, run_selected, drawn(cases, world, 8)), FP64)
+        how = {"is_causal": True, "documents": OF_ROWS[:1], "selected": (9, 1), "layout": layout}
+        cases.append(LatentCase(48, kv_exchange=exchange, latents=False, **how))
+    check(ranks(world, run_selected, pairwise(cases)), FP64)
 
 
 # --------------------------------------------------------------------------- the selection
@@ -122,20 +128,25 @@ def indexer_inputs(length: int, weighted: bool, dtype: torch.dtype = torch.float
     return made if weighted else made[:2]
 
 
+@lru_cache
+def best_of(problem: Problem) -> Tensor:
+    """The selection by its definition, computed once for all modes."""
+    q, k, *weights = indexer_inputs(problem.length, not problem.sinks)
+    visible = visible_pairs(problem.length, problem.is_causal, problem.window, problem.documents)
+    if problem.mask:
+        visible = visible & attention_case.explicit_mask(problem)[0]  # type: ignore[operator]
+    given = q, k, weights[0] if weights else None, visible, (problem.selected or (7, 1))[0]
+    return best_blocks(*given, problem.block) if problem.block > 1 else best_keys(*given)
+
+
 @on_ranks
 def run_selection(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Errors]]:
     mesh, found = attention_case.cp_mesh(), []
     for case in cases:
         inputs, at = indexer_inputs(case.length, not case.sinks), case.positions(case.length)
-        visible = visible_pairs(case.length, case.is_causal, case.window, case.documents)
-        mask = None
-        if case.mask:
-            mask, _ = attention_case.explicit_mask(case)
-            visible = visible & mask  # type: ignore[operator]
+        mask = attention_case.explicit_mask(case)[0] if case.mask else None
         topk, _ = case.selected or (7, 1)
-        blocks = case.block > 1
-        given = *inputs[:2], inputs[2] if len(inputs) > 2 else None, visible, topk
-        want = best_blocks(*given, case.block) if blocks else best_keys(*given)
+        blocks, want = case.block > 1, best_of(case.problem)
         names = ("is_causal", "window", "layout", "load_balance", "kv_exchange")
         options: dict[str, Any] = {name: getattr(case, name) for name in names}
         cp = cp_mesh.view(mesh, case.ulysses_degree)  # attention's, of which all ranks select together
@@ -164,7 +175,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 def test_the_best_keys_are_selected(ranks: Any, world: int) -> None:
     """In every mode those of one device, ties too: half of all scores are exactly 0 without weights."""
     cases = [AttentionCase(48, **mode, **options) for mode in modes(world) for options in SELECTIONS.values()]
-    check(ranks(world, run_selection, drawn(cases, world)), 0.0)
+    check(ranks(world, run_selection, pairwise(cases)), 0.0)
 
 
 def test_all_scores_equal() -> None:

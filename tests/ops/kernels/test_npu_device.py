@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_cp.ops.kernels import TileInputs, npu
 from tests.harness import npu_device, npu_standin
-from tests.harness.attention_case import FP32, AttentionCase, Errors, check, cp_mesh, drawn, modes, run_module
+from tests.harness.attention_case import FP32, AttentionCase, Errors, check, cp_mesh, modes, pairwise, run_module
 from tests.harness.ranks import Ranks, on_ranks
 
 
@@ -43,15 +43,15 @@ FLOAT = {"heads": 8, "dtype": torch.float32}
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode(npus: Ranks, world: int) -> None:
-    cases = [AttentionCase(12 * world, causal, **FLOAT, **mode) for mode in modes(world) for causal in (True, False)]
-    cases += [AttentionCase(12 * world, True, v_dim=5, **FLOAT, **mode) for mode in modes(world)[:4]]
-    check(npus(world, run_cases, drawn(cases, world)), FP32)
+    """On two ranks, and on four those that have both a ring and Ulysses."""
+    chosen = [mode for mode in modes(world) if world == 2 or mode["ulysses_degree"] == 2]
+    cases = [AttentionCase(12 * world, i % 3 > 0, v_dim=8 - i % 2, **FLOAT, **mode) for i, mode in enumerate(chosen)]
+    check(npus(world, run_cases, cases), FP32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
-    length = 12 * world
+def test_windows_documents_and_masks(npus: Ranks) -> None:
+    length = 24
     settings: list[dict[str, Any]] = [
         {"window": (3, 2)},
         {"window": (length // 2, 0), "is_causal": True},
@@ -62,10 +62,8 @@ def test_windows_documents_and_masks(npus: Ranks, world: int) -> None:
         {"mask": "padding"},
         {"mask": "float"},
     ]
-    # Each mode has three of the settings, another mode the next three: in both worlds together each has many modes.
-    drawn = [(mode, settings[(i + n) % 8]) for i, mode in enumerate(modes(world)) for n in (0, 3, 6)]
-    cases = [AttentionCase(length, **FLOAT, **mode, **some) for mode, some in drawn]
-    check(npus(world, run_cases, cases), FP32)
+    cases = [AttentionCase(length, **FLOAT, **mode, **some) for mode in modes(2) for some in settings]
+    check(npus(2, run_cases, pairwise(cases)), FP32)
 
 
 # --------------------------------------------------------------------------- nothing waits for the device
@@ -97,8 +95,7 @@ def traced(case: AttentionCase, break_it: str = "") -> list[str]:
     return npu_device.waits[:1]
 
 
-@pytest.mark.parametrize("kv", ["ring", pytest.param("all_gather", marks=pytest.mark.slow)])
-def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
+def test_a_read_in_a_kernel_is_detected(npus: Ranks) -> None:
     """Every case above asserts that a step waits for nothing. This test breaks a kernel to see that assertion fail."""
     for break_it, found in {
         "item": "_local_scalar_dense",
@@ -109,7 +106,7 @@ def test_a_read_in_a_kernel_is_detected(npus: Ranks, kv: str) -> None:
         "upload": "copy from cpu to npu",
         "synchronize": "synchronize",
     }.items():
-        assert npus(2, traced, AttentionCase(16, True, kv_exchange=kv, **FLOAT), break_it) == [[found]] * 2
+        assert npus(2, traced, AttentionCase(16, True, **FLOAT), break_it) == [[found]] * 2
 
 
 def test_operands_on_two_devices_are_refused(npus: Ranks) -> None:
@@ -158,13 +155,12 @@ def run_modules(mode: dict[str, Any]) -> list[tuple[AttentionCase, Errors]]:
     "mode",
     [
         {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"},
-        {"ulysses_degree": 2, "load_balance": True},
         {"ulysses_degree": None},
     ],
     ids=str,
 )
 def test_modules_of_users(npus: Ranks, mode: dict[str, Any]) -> None:
-    check(npus(4, run_modules, mode), FP32)
+    check(npus(2, run_modules, mode), FP32)
 
 
 # --------------------------------------------------------------------------- offload
@@ -188,7 +184,7 @@ def offloaded(cases: list[AttentionCase]) -> tuple[list[tuple[AttentionCase, Err
 
 @pytest.mark.slow
 def test_saved_tensors_may_wait_on_the_host(npus: Ranks) -> None:
-    """q, k, v, the output and the log-sum-exp of every mode come back from the host for backward."""
-    results = npus(2, offloaded, [AttentionCase(24, True, **FLOAT, **mode) for mode in modes(2)])
+    """q, k, v, the output and the log-sum-exp come back from the host for backward, in every exchange and layout."""
+    results = npus(2, offloaded, [AttentionCase(24, True, **FLOAT, **mode) for mode in modes(2)[::2]])
     check([found for found, _ in results], FP32)
     assert all(fewest == 5 for _, fewest in results), [fewest for _, fewest in results]
