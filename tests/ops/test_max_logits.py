@@ -71,7 +71,7 @@ def errors_of_cases(cases: list[AttentionCase]) -> list[tuple[AttentionCase, Err
     return [(case, errors_of(case)) for case in cases]
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode(ranks: Any, world: int) -> None:
     length = 12 * world
     settings: list[dict[str, Any]] = [
@@ -91,7 +91,7 @@ def test_every_mode(ranks: Any, world: int) -> None:
         AttentionCase(length, **setting, **mode)
         for i, setting in enumerate(settings)
         for j, mode in enumerate(modes(world))
-        if not (setting.keys() & {"selected"} and mode["load_balance"]) and ((i + j) % 3 == 0 or world == 1)
+        if not (setting.keys() & {"selected"} and mode["load_balance"]) and (i + j) % (6 if world == 4 else 3) == 0
     ]
     if world % 2 == 0:
         cases += [
