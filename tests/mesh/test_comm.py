@@ -89,7 +89,8 @@ def transfers(axis: comm.Axis, shape: tuple[int, ...], dtype: torch.dtype) -> li
 def run_all(world: int) -> list[str]:
     """Everything that is wrong: results, bytes, order."""
     axis, wrong = comm.Axis.of(dist.group.WORLD), []
-    for shape, dtype in itertools.product(SIZES, (torch.float32, torch.bfloat16, torch.float64)):
+    small = itertools.product(SIZES[:-1], (torch.float32, torch.bfloat16, torch.float64))
+    for shape, dtype in (*small, (SIZES[-1], torch.float32)):
         posted = []
         for name, post, want in transfers(axis, shape, dtype):
             with Batches() as batches, comm.record_traffic() as traffic:

@@ -45,6 +45,7 @@ def compared(cases: list[AttentionCase]) -> list[tuple[Any, ...]]:
 def test_numbers_that_travel_are_rounded_and_nothing_else(ranks: Any, world: int) -> None:
     """In fp64 what is not rounded is exact. A ring rounds a sum once at each hop, other exchanges once."""
     rings = [mode for mode in modes(world) if not mode["load_balance"] and mode["ulysses_degree"] < world]
+    rings = rings if world == 2 else [mode for mode in rings if mode["layout"] == "head_tail"]
     cases = [AttentionCase(24 * world, True, kv_heads=2, **mode) for mode in rings]
     for of_rank in ranks(world, compared, cases):
         for case, plain, narrow, same, moved, before, after in of_rank:
