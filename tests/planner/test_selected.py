@@ -343,7 +343,8 @@ def of_a_layer() -> list[tuple[str, float, float]]:
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
     small = [(selected, "GATHERED_AT_ONCE"), (planned, "GATHERED_AT_ONCE")]
     small += [(indexer, "SCORES_AT_ONCE"), (planned, "SCORES_AT_ONCE")]
-    for (degree, exchange), dtype, kind in product(MODES, (torch.float32, torch.bfloat16), KINDS):
+    for i, ((degree, exchange), kind) in enumerate(product(MODES, KINDS)):
+        dtype = (torch.float32, torch.bfloat16)[i % 2]
         layer, element = Layer(mesh, degree, exchange, dtype), dtype.itemsize
         ranks = Ranks(2 // degree, degree, 8)
         with MemoryCounter() as counter, patch.object(*small[0], 1 << 18), patch.object(*small[2], 1 << 14):
