@@ -139,9 +139,7 @@ CASES = {
     "causal": Case(band=(None, 0), cols=8),
     "window": Case(band=(-3, 2), cols=8),
     "padding": Case(mask="padding"),
-    "bool mask": Case(mask="bool"),
     "float mask": Case(mask="float", dims=(20, 12)),
-    "softcap": Case(cap=1.5),
     "softcap and log-sum-exp": Case(cap=1.5, dlse=True, mask="bool"),
     "values in keys": Case((18, 1), dims=(24, 16), within=True),
     "one sum, odd": Case((4, 1), dims=(13, 9), within=True, joint=True),
@@ -276,10 +274,10 @@ def run_on_ranks(cases: list[Any]) -> list[tuple[Any, Errors]]:
 def test_in_the_engine_on_two_ranks(ranks: Any) -> None:
     """Each step has a share of the keys that a query has selected, and documents several ranges of them."""
     pytest.importorskip("triton", "3.9", reason=INTERPRETER)
-    given: dict[str, Any] = {"heads": 4, "kv_heads": 1, "is_causal": True, "dtype": torch.float32, "batch": 1}
+    given: dict[str, Any] = {"heads": 2, "kv_heads": 1, "is_causal": True, "dtype": torch.float32, "batch": 1}
     ways = {"kv_exchange": "ring"}, {"kv_exchange": "all_gather", "layout": "head_tail", "softcap": 2.0, "sinks": True}
-    cases = [AttentionCase(16, selected=(7, 1), **given, **way) for way in ways]
-    cases.append(replace(cases[0], kv_heads=2, selected=(7, 2), documents=((0, 5, 16),), layout="per_document"))
+    cases = [AttentionCase(12, selected=(5, 1), **given, **way) for way in ways]
+    cases.append(replace(cases[0], kv_heads=2, selected=(5, 2), documents=((0, 5, 12),), layout="per_document"))
     cases.append(replace(cases[0], kv_heads=2, selected=(3, 2), block=3))
     check(ranks(2, run_on_ranks, cases), FP32)
 
@@ -399,8 +397,7 @@ def compiled_for(capability: int, kernel: Any, heads: int, dim: int, dim_v: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("capability", MEMORY)
+@pytest.mark.parametrize("capability, size", [*((n, "latents of 576") for n in MEMORY), (80, "heads of 128")], ids=str)
 def test_compiles_for_gpus(capability: int, size: str, tmp_path: Path, capsys: Any) -> None:
     """Prints registers and shared memory of each kernel; none spills registers to memory, and all fit the card."""
     triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
