@@ -32,8 +32,13 @@ def cases_of(world: int) -> list[AttentionCase]:
     whole = partial(AttentionCase, length, heads=HEADS, v_dim=6, strided=True, ulysses_degree=None)
     cases = [
         whole(True, kv_heads=kv_heads, head_groups=groups, layout=layout)
-        for kv_heads, layout in ((8, "contiguous"), (4, "head_tail"), (2, "contiguous"), (1, "head_tail"))
-        for groups in ((2, 4) if world == 2 else (2,))
+        for kv_heads, groups, layout in (
+            (8, 2, "contiguous"),
+            (4, 4, "head_tail"),
+            (2, 2, "head_tail"),
+            (1, 4, "contiguous"),
+        )
+        if HEADS // world % groups == 0
     ]
     settings: list[dict[str, Any]] = [
         {"documents": packed, "is_causal": True},
@@ -47,10 +52,13 @@ def cases_of(world: int) -> list[AttentionCase]:
         cases += [whole(head_groups=4, **s) for s in settings[::2]]
         cases += [whole(kv_heads=2, head_groups=2, **s) for s in (*settings[1::2], all_of_them)]
         return cases
-    for kv_heads, exchange in ((8, "ring"), (4, "all_gather")):
+    balanced = {"is_causal": True, "load_balance": True}
+    for kv_heads, exchange, some in (
+        (8, "ring", (balanced, *settings[::2])),
+        (4, "all_gather", (balanced, *settings[1:4:2], all_of_them)),
+    ):
         hybrid = {"ulysses_degree": 2, "kv_heads": kv_heads, "head_groups": kv_heads // 2, "kv_exchange": exchange}
-        cases += [whole(True, load_balance=balance, **hybrid) for balance in (False, True)]
-        cases += [whole(**{**hybrid, **s}) for s in (*settings[:4], all_of_them)]
+        cases += [whole(**{**hybrid, **s}) for s in some]
     return cases
 
 
