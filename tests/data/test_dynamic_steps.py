@@ -42,12 +42,8 @@ from tests.harness.ranks import RankEnds, RankError, Ranks, on_ranks
 
 CONFIG = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
 COST = CostModel(linear=1.0, quadratic=0.02, exchange=2.0)
-STEPS = [[5, 900, 33, 410, 61, 12, 150], [97, 61, 3, 29, 30], [7]]
-"""Lengths of global batches: all degrees; no length that splits evenly; three ranks without a sample."""
-
-
-SHORT = [[5, 90, 33, 41, 15], [7]]
-"""The same for models and runs that are slow."""
+STEPS = [[5, 90, 33, 41, 15], [7]]
+"""Lengths of global batches: all degrees, and no length that splits evenly; three ranks without a sample."""
 
 
 class Experts(nn.Module):
@@ -90,10 +86,12 @@ def loss_sum(model: nn.Module, tokens: Tensor, positions: Tensor, labels: Tensor
     return F.cross_entropy(model(tokens, positions)[0], labels[0], reduction="sum", ignore_index=-100)
 
 
-def one_device(model: nn.Module, steps: list[list[int]], zeros: bool) -> list[float]:
-    """Train on every sample by itself; the gradient norms. ``zeros``: parameters without a gradient have those."""
-    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), []
-    for lengths in steps:
+def one_device(kind: str, zeros: bool) -> tuple[list[Tensor], list[float]]:
+    """Train on every sample by itself; the weights, and the gradient norms. ``zeros``: parameters without a gradient
+    have those."""
+    model, norms = model_of(kind), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    for lengths in STEPS:
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if zeros else None
         texts, labels = samples_of(lengths)
@@ -102,7 +100,7 @@ def one_device(model: nn.Module, steps: list[list[int]], zeros: bool) -> list[fl
             (loss_sum(model, text[None], torch.arange(len(text)), label[None]) / count).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
-    return norms
+    return [p.detach() for p in model.parameters()], norms
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -127,17 +125,18 @@ def parallel(model: Llama, family: MeshFamily, wrapper: str, mode: str = "ring",
 
 
 @on_ranks
-def train(wrapper: str, kind: str = "", budget: int = 240, mode: str = "ring") -> tuple[float, float, list[list[int]]]:
+def train(wrapper: str, kind: str = "", mode: str = "ring") -> tuple[float, float, list[list[int]]]:
     """Errors of weights and of gradient norms, and in each step the degree of this rank's forwards, 0 for none."""
     family = split_cp_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
-    scheduler = DynamicContextParallel(family, budget, COST, layout=MODES[mode]["layout"])
-    model, reference = model_of(kind), model_of(kind)
-    lists = SHORT if kind else STEPS
-    want = one_device(reference, lists, zeros=wrapper != "ddp")  # an expert that is idle everywhere
+    scheduler = DynamicContextParallel(family, 24, COST, layout=MODES[mode]["layout"])
+    model = model_of(kind)
+    # An expert that is idle everywhere has no gradient under DDP, and zeros under FSDP2.
+    want: list[Any] = [one_device(kind, zeros=wrapper != "ddp") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(want)
     options = {"find_unused_parameters": True} if kind == "mixed" and wrapper == "ddp" else {}
     run = parallel(model, family, wrapper, mode, **options)
     optimizer, norms, done = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), [], []
-    for lengths in lists:
+    for lengths in STEPS:
         texts, labels = samples_of(lengths)
         count = sum(int((x != -100).sum()) for x in labels)
         degrees = []
@@ -156,25 +155,24 @@ def train(wrapper: str, kind: str = "", budget: int = 240, mode: str = "ring") -
         optimizer.step()
         optimizer.zero_grad()
     weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    pairs = zip(weights, reference.parameters(), strict=True)
-    errors = [relative_error(a.detach(), b.detach()) for a, b in pairs]
-    return max(errors), max(abs(a / b - 1) for a, b in zip(norms, want, strict=True)), done
+    errors = [relative_error(a.detach(), b) for a, b in zip(weights, want[0][0], strict=True)]
+    return max(errors), max(abs(a / b - 1) for a, b in zip(norms, want[0][1], strict=True)), done
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp", "kept", "ddp"])
+@pytest.mark.parametrize("wrapper", ["kept", "ddp"])
 def test_weights_are_those_of_one_device(ranks: Any, wrapper: str) -> None:
     found = ranks(4, train, wrapper)
     assert max(max(errors) for *errors, _ in found) <= 1e-10
     for step in range(len(STEPS)):
         assert len({len(done[step]) for *_, done in found}) == 1, "ranks have different numbers of steps"
     assert {degree for *_, done in found for degree in done[0]} >= {1, 4}
-    assert sorted(done[2] for *_, done in found) == [[0], [0], [0], [1]]
+    assert sorted(done[1] for *_, done in found) == [[0], [0], [0], [1]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all-gather", "ulysses"])
 def test_other_modes_and_layouts(ranks: Any, mode: str) -> None:
-    for *errors, done in ranks(4, train, "ddp", "", 240, mode):
+    for *errors, done in ranks(4, train, "ddp", "", mode):
         assert max(errors) <= 1e-10 and done[0]
 
 
@@ -182,7 +180,7 @@ def test_other_modes_and_layouts(ranks: Any, mode: str) -> None:
 def test_idle_experts_and_recurrent_layers(ranks: Ranks, wrapper: str) -> None:
     if wrapper != "ddp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip("FSDP2 of this torch reduces no parameters without gradients")
-    found = ranks(4, train, wrapper, "mixed", 24)
+    found = ranks(4, train, wrapper, "mixed")
     assert max(max(errors) for *errors, _ in found) <= 1e-10
     assert {degree for *_, done in found for step in done for degree in step} == {0, 1, 2, 4}
 
@@ -214,8 +212,8 @@ def expert_parallel() -> float:
     shared: Any = SharedOut(model.layers[0].ffn, family)
     model.layers[0].ffn = shared
     run = parallel(model, family, "fsdp", ignored_params=set(shared.expert.parameters()))
-    texts, labels = samples_of(SHORT[0])
-    for step in dynamic_steps(DynamicContextParallel(family, 24, COST).plan(SHORT[0]), family):
+    texts, labels = samples_of(STEPS[0])
+    for step in dynamic_steps(DynamicContextParallel(family, 24, COST).plan(STEPS[0]), family):
         with step.mesh(model) as handler:
             whole = step.pack(texts), step.positions(), step.pack(labels, -100)
             tokens, positions, targets = (handler.dispatch(x, 1) for x in whole)
