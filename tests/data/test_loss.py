@@ -566,10 +566,7 @@ def compiled_checkpoints(way: str, layout: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize(
-    ("world", "way", "layout"),
-    [(1, "inside", "head_tail"), (1, "around", "balanced"), (2, "inside", "balanced"), (2, "around", "head_tail")],
-)
+@pytest.mark.parametrize(("world", "way", "layout"), [(1, "inside", "head_tail"), (2, "around", "balanced")])
 def test_compiled_losses_are_recomputed_with_the_padding_of_their_batch(
     ranks: Any, world: int, way: str, layout: str
 ) -> None:
@@ -808,9 +805,19 @@ def end_to_end(layout: str, causal: bool, packed: bool) -> float:
     return max(relative_error(a, b) for a, b in zip((loss.detach(), *found), (want.detach(), *grads), strict=True))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("world,layout", [(2, "contiguous"), (2, "head_tail"), (3, "head_tail"), (4, "contiguous")])
+@pytest.mark.parametrize(
+    "world,layout,causal,packed",
+    [
+        (2, "contiguous", False, True),
+        (2, "contiguous", True, False),
+        (2, "head_tail", False, False),
+        (2, "head_tail", True, True),
+        (3, "head_tail", False, True),
+        (3, "head_tail", True, False),
+        (4, "contiguous", False, False),
+        (4, "contiguous", True, True),
+    ],
+)
 def test_padded_and_packed_batches_train_as_on_one_device(
     ranks: Any, world: int, layout: str, causal: bool, packed: bool
 ) -> None:
