@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -24,7 +25,7 @@ from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 pytest.importorskip("transformers")
 
-MADE, TINY = ("llama", "qwen3", "gemma3", "deepseek_v3"), ("gemma2", "gpt_oss", "deepseek_v32")
+MADE = ("llama", "qwen3", "gemma3", "deepseek_v3")
 MODES: dict[str, dict[str, Any]] = {
     "contiguous": {"ulysses_degree": 1},
     "head_tail": {"ulysses_degree": 1, "kv_exchange": "ring"},
@@ -64,30 +65,32 @@ def left_padded() -> dict[str, Tensor]:
 
 
 @on_ranks
-def every_model(cases: list[tuple[str, bool]]) -> dict[str, tuple[bool, float]]:
+def written(names: list[str], layout: str, padded: bool) -> dict[str, tuple[bool, float]]:
     """True for the same tokens, and the largest relative error of the logits of a new token."""
-    found, ids, listed = {}, tokens(LENGTH), {"return_dict_in_generate": True, "output_logits": True}
-    for name in (*MADE, *TINY):
-        for layout, padded in cases:
-            more = {**listed, **(left_padded() if padded else {})}
-            want, got = generated(model_of(name), None, ids, **more), generated(*prepared(name, layout), ids, **more)
-            error = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
-            found[f"{name}, {layout}, {padded}"] = torch.equal(got.sequences, want.sequences), error
+    found, ids = {}, tokens(LENGTH)
+    more = {"return_dict_in_generate": True, "output_logits": True, **(left_padded() if padded else {})}
+    for name in names:
+        want, got = generated(model_of(name), None, ids, **more), generated(*prepared(name, layout), ids, **more)
+        error = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+        found[name] = torch.equal(got.sequences, want.sequences), error
     return found
 
 
-CASES = {
-    2: [("contiguous", False), ("per_document", True)],
-    3: [("balanced", False), ("auto", True)],
-    4: [("head_tail", False), ("head_tail", True)],
-}
-"""Layouts, and whether rows are padded, by the number of ranks."""
-
-
-@pytest.mark.parametrize("world", CASES)
-def test_greedy_tokens_are_those_of_one_device(ranks: Any, world: int) -> None:
-    for found in ranks(world, every_model, CASES[world]):
-        assert len(found) == 14 and all(same for same, _ in found.values()), found
+@pytest.mark.parametrize(
+    ("world", "layout", "padded", "names"),
+    [
+        (2, "contiguous", False, "llama gemma3 deepseek_v3"),
+        (2, "per_document", True, "qwen3 gemma3 deepseek_v3 gemma2 gpt_oss deepseek_v32"),
+        (3, "balanced", False, "gemma3 deepseek_v32"),
+        (3, "auto", True, "llama gpt_oss"),
+        (4, "head_tail", False, "deepseek_v3"),
+        (4, "head_tail", True, "gemma3"),
+    ],
+)
+def test_greedy_tokens_are_those_of_one_device(ranks: Any, world: int, layout: str, padded: bool, names: str) -> None:
+    """Every model, and every layout."""
+    for found in ranks(world, written, names.split(), layout, padded):
+        assert all(same for same, _ in found.values()), found
         # Without the mode InDouble, norms compute in single precision.
         assert all(error <= (1e-5 if "v32" in name else 1e-9) for name, (_, error) in found.items()), found
 
@@ -128,7 +131,7 @@ def options_of_generate() -> dict[str, bool]:
     same("copies", num_return_sequences=1, repetition_penalty=1.3)
     same("embeddings", rows=ids, inputs_embeds=one.get_input_embeddings()(ids).detach())
     same("in chunks", prefill_chunk_size=8)
-    same("a long text", max_new_tokens=60)
+    same("a long text", max_new_tokens=12)
     streams = [Listed(), Listed()]
     generated(one, None, ids[:1], streamer=streams[0])
     generated(model, handler, ids[:1], streamer=streams[1])
@@ -228,7 +231,7 @@ def every_recurrent_model(names: tuple[str, ...], layout: str) -> dict[str, bool
             case = f"{name}, {length}, {padded}"
             found[case] = torch.equal(got.sequences, want.sequences)
             found[f"{case}, error"] = max(relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True))
-        if not first:
+        if not first or handler.cp.size > 2:
             continue
         found[f"{name}, beams"] = torch.equal(
             *(generated(*x, ids, num_beams=3) for x in ((model, handler), (one, None)))
@@ -240,9 +243,15 @@ def every_recurrent_model(names: tuple[str, ...], layout: str) -> dict[str, bool
     return found
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "head_tail"), (4, "balanced")])
-def test_recurrent_layers_go_on_from_the_states_of_the_prompt(ranks: Any, world: int, layout: str) -> None:
-    for found in ranks(world, every_recurrent_model, RECURRENT if world == 2 else RECURRENT[:1], layout):
+@pytest.mark.parametrize(
+    ("world", "layout", "names"),
+    [(2, "contiguous", RECURRENT[1:]), (2, "head_tail", RECURRENT[:1]), (3, "balanced", RECURRENT[:1])],
+)
+def test_recurrent_layers_go_on_from_the_states_of_the_prompt(
+    ranks: Any, world: int, layout: str, names: tuple[str, ...]
+) -> None:
+    """The first of these models with prompts of several lengths; on two ranks with beams and a second turn, too."""
+    for found in ranks(world, every_recurrent_model, names, layout):
         bad = {case: x for case, x in found.items() if (x is False if isinstance(x, bool) else not x <= 1e-9)}
         assert not bad, bad
 
@@ -407,9 +416,10 @@ def outcomes(kinds: list[str]) -> dict[str, tuple[str, str]]:
 @pytest.mark.slow
 def test_every_causal_type_writes_as_one_device_does_or_is_refused(ranks: Any) -> None:
     """Some types; all with HYPER_CP_WRITE_README=1."""
-    from tests.integrations.test_every_causal_model import tried
+    from tests.integrations.test_every_causal_model import ALWAYS, tried
 
-    for found in ranks(2, outcomes, kinds := tried(), timeout=600):
+    kinds = tried() if "HYPER_CP_WRITE_README" in os.environ else sorted({*tried()[::6], *ALWAYS})
+    for found in ranks(2, outcomes, kinds, timeout=600):
         assert not {kind: x for kind, x in found.items() if x[0] not in ("exact", "refused")}
         exact = sum(outcome == "exact" for outcome, _ in found.values())
         least = len(kinds) / 196  # of all types, 120 and 165
