@@ -14,6 +14,7 @@ from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import InDouble, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.ranks import error_of, on_ranks
 from tests.integrations.test_image_keys import errors_of_pair
+from tests.integrations.test_images import RING, ULYSSES
 
 pytest.importorskip("transformers")
 
@@ -26,8 +27,8 @@ def padded(length: int, left: int, right: int) -> torch.Tensor:
 
 
 @on_ranks
-def gemma(case: str) -> float:
-    """The largest error of logits, loss and gradients, in Ulysses and in a ring."""
+def gemma(case: str, modes: list[dict[str, Any]]) -> float:
+    """The largest error of logits, loss and gradients."""
     model = tiny_causal("t5gemma", SEQ2SEQ).train(case != "cache")
     source, target = padded(23 if case == "length" else 24, 3, 4), padded(19, 0, 0)
     batch = {"input_ids": source, "labels": target}
@@ -47,14 +48,18 @@ def gemma(case: str) -> float:
         batch |= {"attention_mask": (source != 0).long(), "num_items_in_batch": torch.tensor(50)}
     elif case == "embeddings":
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
-    return errors_of_pair(model, batch, seen=target != -100)
+    return errors_of_pair(model, batch, seen=target != -100, modes=modes)
 
 
 @pytest.mark.parametrize(
-    "case", ["source", "length", "labels", "cache", "target", "masks", "accumulation", "embeddings"]
+    ("case", "modes"),
+    [
+        *(("source", [ULYSSES]), ("length", [RING]), ("labels", [RING]), ("cache", [ULYSSES])),
+        *(("target", [RING, ULYSSES]), ("masks", [RING]), ("accumulation", [ULYSSES]), ("embeddings", [RING])),
+    ],
 )
-def test_masks_that_stacks_make_of_ids(ranks: Any, case: str) -> None:
-    assert max(ranks(2, gemma, case)) <= 1e-9
+def test_masks_that_stacks_make_of_ids(ranks: Any, case: str, modes: list[dict[str, Any]]) -> None:
+    assert max(ranks(2, gemma, case, modes)) <= 1e-9
 
 
 @on_ranks
