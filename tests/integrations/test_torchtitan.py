@@ -122,8 +122,7 @@ def packed(layout: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "layout"), [(2, "head_tail"), (4, "contiguous")])
 def test_packed_documents_and_windows(ranks: Any, world: int, layout: str) -> None:
     for found in ranks(world, packed, layout):
         assert len(found) == 3 and max(found.values()) <= 1e-10, found
