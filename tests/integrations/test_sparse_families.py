@@ -48,16 +48,16 @@ VISION: dict[str, Any] = {
 }
 COMPRESSED = [f"{kind}_attention" for kind in ("heavily_compressed", "compressed_sparse", "sliding")]
 V4: dict[str, Any] = {
-    **{"vocab_size": 61, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 4},
+    **{"vocab_size": 61, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 12, "num_experts_per_tok": 2, "n_routed_experts": 4},
-    **{"layer_types": [*COMPRESSED, COMPRESSED[1]], "hc_mult": 2, "sliding_window": 6, "o_groups": 2},
+    **{"layer_types": COMPRESSED, "hc_mult": 2, "sliding_window": 6, "o_groups": 2},
     **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 3, "partial_rotary_factor": 0.5, "o_lora_rank": 8},
-    **{"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "max_position_embeddings": 64, "pad_token_id": 0},
+    **{"mlp_layer_types": ["hash_moe", "moe", "moe"], "max_position_embeddings": 64, "pad_token_id": 0},
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 11},
 }
 QWEN4: dict[str, Any] = {
-    **{"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 64},
-    **{"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [1, 3]},
+    **{"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "max_position_embeddings": 64},
+    **{"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "ple_layer_ids": [1, 3]},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 6},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
@@ -108,7 +108,7 @@ FAMILIES = {
         of_type("deepseek_v4", V4),
         compressed.KNOWN,
         sorted(COMPRESSED[:2]),
-        80,
+        70,
         implementations=("eager",),
     ),
     "qwen4": Family("Qwen4ExpForCausalLM", of_type("qwen4_exp_text", QWEN4), qwen4.KNOWN, ["indexed_attention"], 80),
@@ -199,46 +199,44 @@ def compared(
 
 
 @on_ranks
-def errors(
-    family: str, modes: list[str], batches: list[str], changes: dict[str, Any], checkpointed: bool
-) -> dict[str, float]:
+def errors(family: str, modes: list[str], which: str, changes: dict[str, Any], checkpointed: bool) -> dict[str, float]:
     found, model = {}, made(family, output_router_logits=True, **changes)
-    for which in batches:
-        for mode, error, pairs in compared(model, batch_of(family, which), modes, checkpointed, FAMILIES[family].least):
-            assert len(pairs) > FAMILIES[family].gradients, len(pairs)
-            found[f"{mode}, {which}: logits"] = error
-            found[f"{mode}, {which}: gradients"] = max(relative_error(a, b) for a, b in pairs)
+    for mode, error, pairs in compared(model, batch_of(family, which), modes, checkpointed, FAMILIES[family].least):
+        assert len(pairs) > FAMILIES[family].gradients, len(pairs)
+        found[f"{mode}: logits"] = error
+        found[f"{mode}: gradients"] = max(relative_error(a, b) for a, b in pairs)
     return found
 
 
 LONG = {"indexer_compress_ratio": 11, "indexer_budget": 11}
 """Windows that span several ranks, and are shorter than no document but one."""
+UNSHARED = {"indexer_types": ["full"] * 4, "linear_lower_bound": None}
+"""Each layer has an indexer of its own, and decays have no bound."""
 CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
-    ("minimax_m3", 1, "contiguous all-gather", "plain padded", {}),
-    ("minimax_m3", 2, "ring all-gather contiguous ulysses", "plain padded", {}),
-    ("minimax_m3", 3, "contiguous all-gather", "padded", {}),
-    ("minimax_m3", 4, "contiguous all-gather hybrid", "padded", {}),
+    ("minimax_m3", 1, "contiguous", "padded", {}),
+    ("minimax_m3", 2, "ring ulysses", "padded", {}),
+    ("minimax_m3", 3, "all-gather", "plain", {}),
+    ("minimax_m3", 4, "hybrid", "padded", {}),
     ("glm5", 1, "ring", "padded", {}),
-    ("glm5", 2, "contiguous all-gather ulysses", "plain right", {}),
-    ("glm5", 3, "ring all-gather", "padded", {}),
-    ("glm5", 4, "contiguous ring hybrid", "padded", {}),
-    ("glm5", 3, "ring", "padded", {"index_kpool_always_select_tail": False}),
-    ("glm5", 3, "ring", "padded", {"index_kpool": 1, "index_topk": 5}),
+    ("glm5", 2, "ulysses", "right", {}),
+    ("glm5", 3, "all-gather", "plain", {}),
+    ("glm5", 4, "hybrid", "padded", {}),
+    ("glm5", 2, "ring", "padded", {"index_kpool_always_select_tail": False}),
+    ("glm5", 2, "ring", "padded", {"index_kpool": 1, "index_topk": 5, **UNSHARED}),
     ("glm5", 3, "ring", "padded", {"index_kpool": 20, "index_topk": 20}),  # a pool over two or three ranks
-    ("glm5", 3, "ring", "padded", {"index_kpool": 64, "index_topk": 64}),  # none is complete
-    ("glm5", 3, "ring", "padded", {"indexer_types": ["full"] * 4, "linear_lower_bound": None}),
-    ("deepseek_v4", 1, "ring all-gather", "plain padded between", {}),
-    ("deepseek_v4", 2, "contiguous ring ulysses", "plain padded", {}),
-    ("deepseek_v4", 3, "ring all-gather", "padded", {}),  # in short shares a window of 11 tokens spans several ranks
-    ("deepseek_v4", 4, "contiguous ring load_balance", "between", {}),
+    ("glm5", 2, "ring", "padded", {"index_kpool": 64, "index_topk": 64}),  # none is complete
+    ("deepseek_v4", 1, "ring", "padded", {}),
+    ("deepseek_v4", 2, "ulysses", "padded", {}),
+    ("deepseek_v4", 3, "ring", "plain", {}),  # in short shares a window of 11 tokens spans several ranks
+    ("deepseek_v4", 4, "load_balance", "between", {}),
     ("qwen4", 1, "ring", "packed", {}),
-    ("qwen4", 2, "ring ulysses", "plain padded", {}),
-    ("qwen4", 2, "ring contiguous", "packed", {}),  # documents shorter than a window
+    ("qwen4", 2, "ulysses", "padded", {}),
+    ("qwen4", 2, "ring", "packed", {}),  # documents shorter than a window
     ("qwen4", 2, "contiguous", "inputs_embeds", {}),
-    ("qwen4", 3, "ring all-gather", "padded", LONG),
-    ("qwen4", 4, "contiguous ring", "packed", LONG),
+    ("qwen4", 3, "all-gather", "padded", LONG),
+    ("qwen4", 4, "contiguous", "packed", LONG),
 ]
-"""Family, ranks, modes, batches and changes of sizes."""
+"""Family, ranks, modes, a batch and changes of sizes."""
 
 
 @pytest.mark.parametrize(
@@ -246,8 +244,8 @@ CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
 )
 def test_exact(ranks: Any, case: tuple[str, int, str, str, dict[str, Any]]) -> None:
     """Checkpointed on two ranks."""
-    family, world, modes, batches, changes = case
-    check(ranks(world, errors, family, modes.split(), batches.split(), changes, world == 2))
+    family, world, modes, batch, changes = case
+    check(ranks(world, errors, family, modes.split(), batch, changes, world == 2))
 
 
 @on_ranks
@@ -308,9 +306,7 @@ def test_entries_travel_and_not_states(ranks: Any) -> None:
     heavy = [2 * 4 * 10 * 2 * 16, 2 * 4 * 2 * 16]  # keys and gates before the share, and entries
     sparse = [2 * 4 * 7 * 2 * 32, 2 * 4 * 6 * 16]  # the same of two series
     for found, _ in ranks(2, sent, "deepseek_v4", "contiguous"):
-        assert [n for name, n in found if name == "all_gather"] == heavy + 2 * (
-            sparse + sparse
-        )  # an indexer has as many
+        assert [n for name, n in found if name == "all_gather"] == heavy + 2 * sparse  # an indexer has as many
 
 
 def test_entries_and_a_few_rows_travel(ranks: Any) -> None:
@@ -401,7 +397,7 @@ def generated(family: str) -> list[bool] | str:
         given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         with InDouble():
             a, b = (x(**given, use_cache=True).logits for x in (one, model))
-            c, d = (x.generate(**given, max_new_tokens=5, do_sample=False) for x in (one, model))
+            c, d = (x.generate(**given, max_new_tokens=3, do_sample=False) for x in (one, model))
         same += [relative_error(a, b) < 1e-12, torch.equal(c, d)]
     return same
 
