@@ -108,13 +108,21 @@ def check(found: list[dict[str, dict[str, float]]]) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_exact_on_two_ranks(ranks: Any, kind: str) -> None:
-    check(ranks(2, errors, kind, ["ring", "load_balance", "needed"], True))
+    """DeepSeek V3 in every mode that two ranks have; the other types have the same seam."""
+    check(ranks(2, errors, kind, ["ring", "load_balance", "needed"] if kind == "deepseek_v3" else ["ring"], True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_exact_on_four_ranks(ranks: Any, kind: str) -> None:
-    check(ranks(4, errors, kind, ["ring", "all-gather", "needed", "hybrid"], False))
+@pytest.mark.parametrize(
+    ("kind", "modes"),
+    [
+        ("deepseek_v3", ["ring", "all-gather", "needed", "hybrid"]),
+        ("bailing_hybrid", ["hybrid"]),  # its other layers are recurrent
+        ("longcat_flash", ["all-gather"]),  # two attentions a layer
+    ],
+)
+def test_exact_on_four_ranks(ranks: Any, kind: str, modes: list[str]) -> None:
+    check(ranks(4, errors, kind, modes, False))
 
 
 def gradient_error(copied: Any, handler: ContextParallelHandler, model: Any) -> float:
@@ -140,10 +148,9 @@ def test_exact_in_a_recompute(ranks: Any) -> None:
 
 @on_ranks
 def compiled() -> tuple[float, int]:
-    """The largest error of a gradient where every layer is one graph, in fp32, and the bytes that travel."""
+    """The largest error of a gradient where a layer is one graph, in fp32, and the bytes that travel."""
     model, (copied, handler) = made("minicpm3").float(), prepared(made("minicpm3").float(), **MODES["ring"])
-    for layer in copied.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+    copied.model.layers[0].compile(fullgraph=True, backend="aot_eager")
     with comm.record_traffic() as log:
         error = gradient_error(copied, handler, model)
     return error, sum(n for name, n in log.entries if name == "send_recv")
@@ -151,13 +158,12 @@ def compiled() -> tuple[float, int]:
 
 @on_ranks
 def compiled_with_dropout() -> int:
-    """The bytes that travel where every layer is one graph, and adapters draw dropout."""
+    """The bytes that travel where a layer is one graph, and adapters draw dropout."""
     model, style = made("minicpm3").float(), ContextParallel(**MODES["ring"])
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1)
     prepare_model(model, cp_mesh(), style=style)
-    for layer in model.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+    model.model.layers[0].compile(fullgraph=True, backend="eager")
     choices.log_once.cache_clear()
     choices.logger.setLevel(logging.INFO)
     with comm.record_traffic() as log:
@@ -209,7 +215,7 @@ def traffic(kind: str, mode: str) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", TYPES)
 def test_what_travels_is_latents(ranks: Any, kind: str) -> None:
     """At most 1.1 of them in forward, and 3.3 in forward and backward: they travel again, and their gradients."""
-    for mode in ("ring", "all-gather", "needed"):
+    for mode in ("ring", "all-gather", "needed") if kind == "deepseek_v3" else ("ring",):
         least = 0.45 if mode == "needed" else 0.9  # no query sees the keys of the last rows
         for forward, both in ranks(2, traffic, kind, mode):
             assert least < forward <= 1.1, (mode, forward)
