@@ -130,8 +130,9 @@ def test_padding_in_the_middle_of_a_model_and_rolled_channels_are_warned_of(rank
             assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, "contiguous"), (2, "contiguous"), pytest.param(3, "head_tail", marks=pytest.mark.slow)]
+)
 def test_a_roll_is_that_of_the_whole_sequence(ranks: Any, world: int, layout: str) -> None:
     ranks(world, rolls, layout, ("cp",))
 
