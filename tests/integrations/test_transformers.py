@@ -15,7 +15,7 @@ from hyper_cp import ContextParallel
 from hyper_cp.cli.modes import named_modes
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import tiny_causal
-from tests.harness.hf_models import NAMES, InDouble, gradients, make, prepare_batch, prepare_model, prepared, tokens
+from tests.harness.hf_models import InDouble, gradients, make, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks, sum_over_ranks
 
@@ -76,9 +76,17 @@ def every_mode(name: str, layout: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [
+        ("llama", 2, "contiguous"),
+        ("qwen3", 2, "head_tail"),
+        ("gemma3", 2, "head_tail"),
+        ("deepseek_v3", 2, "contiguous"),
+        pytest.param("deepseek_v3", 4, "head_tail", marks=pytest.mark.slow),
+        pytest.param("gemma3", 4, "contiguous", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_and_gradients_are_those_of_one_device(ranks: Any, name: str, world: int, layout: str) -> None:
     for found in ranks(world, every_mode, name, layout):
         assert len(found) >= 3 and max(found.values()) <= 1e-10, found
@@ -133,8 +141,7 @@ def padded_and_packed(name: str, layout: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "layout"), [("llama", "head_tail"), ("gemma3", "contiguous")])
 def test_padded_and_packed_batches(ranks: Any, name: str, layout: str) -> None:
     for found in ranks(2, padded_and_packed, name, layout):
         assert len(found) == 15 and max(found.values()) <= 1e-10, found
@@ -146,7 +153,7 @@ def masks_of_outer_models(name: str) -> dict[str, float]:
     reads first."""
     model, found = tiny_causal(name), {}
     direct, handler = prepared(model, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
-    for case in ("left", "both", "between"):
+    for case in ("both", "between"):
         direct.zero_grad()
         batch = batches()[case]
         given = {"attention_mask": batch["attention_mask"], "position_ids": torch.arange(24).expand(2, -1)}
@@ -234,12 +241,11 @@ def test_recompute_sees_what_the_forward_saw(ranks: Any) -> None:
 
 @on_ranks
 def compiled() -> list[float]:
-    """Errors of batches of the same shape, with different documents, in layers compiled without graph breaks."""
-    model, cases, found = make("llama").float(), batches(), []
+    """Errors of batches of the same shape, with different documents, in a layer compiled without graph breaks."""
+    model, cases, found = make("llama", num_hidden_layers=1).float(), batches(), []
     made, handler = prepared(model, ulysses_degree=1)
-    for layer in made.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
-    for case in ("right", "left", "positions"):
+    made.model.layers[0].compile(fullgraph=True, backend="aot_eager")
+    for case in ("left", "positions"):
         want = copy.deepcopy(model)(**cases[case], use_cache=False).loss
         loss = made(**prepare_batch(handler, cases[case])).loss
         loss.backward()
@@ -250,7 +256,7 @@ def compiled() -> list[float]:
 
 
 @pytest.mark.slow
-def test_layers_compile_into_one_graph(ranks: Any) -> None:
+def test_a_layer_compiles_into_one_graph(ranks: Any) -> None:
     for found in ranks(2, compiled):
         assert max(found) <= 1e-5, found
 
