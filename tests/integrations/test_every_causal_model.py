@@ -216,19 +216,29 @@ def verdicts(kinds: list[str]) -> tuple[dict[str, tuple[str, str]], dict[str, tu
 
 
 def tried() -> list[str]:
-    """All types, when the page is written; otherwise those of :data:`SAMPLE`."""
-    return types_of() if os.environ.get("HYPER_CP_WRITE_README") else sorted(SAMPLE)
+    """All types, when the page is written; otherwise those of :data:`ALWAYS` and of :data:`OTHERS`."""
+    return types_of() if os.environ.get("HYPER_CP_WRITE_README") else sorted({*ALWAYS, *OTHERS})
 
 
-SAMPLE = {
-    *("llama", "mistral", "mixtral", "gemma3_text", "gpt_oss", "deepseek_v3"),  # many people use them
+ALWAYS = [
+    "deepseek_v3",
+    "deepseek_v4",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "minimax_m3_vl_text",
+    "mistral",
+    "qwen3_next",
+]
+"""Types with layers that few others have, and some that many people use."""
+OTHERS = [
     *("gemma2", "bloom", "falcon", "gpt_neo", "diffllama"),  # softcaps, biases, and attention that they write out
     *("opt", "xglm", "bart", "roberta", "bert", "llama4_text"),  # they count positions, or have heads of encoders
-    *("deepseek_v4", "minimax_m3_vl_text", "dots3_note_text", "qwen4_exp_text", "inkling_text"),  # methods are replaced
-    *("qwen3_next", "nemotron_h", "recurrent_gemma"),  # recurrent layers
+    *("dots3_note_text", "qwen4_exp_text", "inkling_text"),  # methods of theirs are replaced
+    *("mixtral", "nemotron_h", "recurrent_gemma"),  # experts, and recurrent layers
     *("ctrl", "rwkv"),  # they are refused
-}
-"""Types that every run tries: of the others, each takes the path of one of these."""
+]
+"""One or two types of every further kind: all others take the path of one of these."""
 
 
 def page(found: dict[str, tuple[str, str]], version: str) -> str:
