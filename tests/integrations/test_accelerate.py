@@ -282,11 +282,11 @@ def samples(count: int) -> list[dict[str, Tensor]]:
 
 
 def arguments_of(directory: str, **changes: Any) -> Any:
-    """Arguments of a trainer of three steps of plain SGD on the CPU."""
+    """Arguments of a trainer of two steps of plain SGD on the CPU."""
     from transformers import TrainingArguments
 
     options: dict[str, Any] = {
-        **{"use_cpu": True, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 3},
+        **{"use_cpu": True, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 2},
         **{"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_grad_norm": 0.0},
         **{"train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no"},
         **{"report_to": [], "disable_tqdm": True},
@@ -296,13 +296,13 @@ def arguments_of(directory: str, **changes: Any) -> Any:
 
 @on_ranks
 def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) -> dict[str, float]:
-    """Train three steps and evaluate seven sequences, two a rank, so that the last batch is not full. With a chunked
+    """Train two steps and evaluate seven sequences, two a rank, so that the last batch is not full. With a chunked
     loss there are no predictions."""
     from hyper_cp.hf import ParallelismConfig, Trainer
 
     accelerator_of(cp_size=cp, dp_shard_size=dist.get_world_size() // cp).state._reset_state(True)
     dp = dist.get_world_size() // cp
-    train, evaluation, model = samples(6 * dp), samples(7), make("llama").float()
+    train, evaluation, model = samples(4 * dp), samples(7), make("llama").float()
     oracle = copy.deepcopy(model)
     degrees = ParallelismConfig(cp_size=cp, dp_shard_size=dp)
     arguments = arguments_of(directory, parallelism_config=degrees, prediction_loss_only=chunked_loss)
@@ -337,7 +337,7 @@ def trained(cp: int, layout: str, directory: str, chunked_loss: bool = False) ->
         optimizer.step()
         optimizer.zero_grad()
         found["losses"] = max(found["losses"], abs(got - loss.item()))
-    assert len(losses) == 3
+    assert len(losses) == 2
     wants = dict(oracle.named_parameters())
     found["parameters"] = difference({n: p.detach() for n, p in model.named_parameters()}, wants)
     with torch.no_grad():
@@ -406,7 +406,7 @@ def test_trainer_saves_and_resumes_at_another_degree(ranks: Any, tmp_path: Any) 
 
 @on_ranks
 def routed(option: str, directory: str) -> dict[str, float]:
-    """Train three steps of two batches, with a router loss, where Trainer does not multiply losses by the ranks."""
+    """Train two steps of two batches, with a router loss, where Trainer does not multiply losses by the ranks."""
     from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
     from hyper_cp.integrations.accelerate import ParallelismConfig
@@ -419,7 +419,7 @@ def routed(option: str, directory: str) -> dict[str, float]:
     torch.manual_seed(7)
     moe = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 3.0}
     model = MixtralForCausalLM(MixtralConfig(**SMALL, **moe, attn_implementation="sdpa"))
-    counted, train = option != "accepts_loss_kwargs", samples(12)
+    counted, train = option != "accepts_loss_kwargs", samples(8)
     model.accepts_loss_kwargs, oracle = counted, copy.deepcopy(model)
     arguments = arguments_of(
         directory,
@@ -432,7 +432,7 @@ def routed(option: str, directory: str) -> dict[str, float]:
     trainer = Both(model, arguments, train_dataset=train, eval_dataset=train[:2], style=style)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found = {"steps": abs(len(losses) - 3.0)}
+    found = {"steps": abs(len(losses) - 2.0)}
     optimizer = torch.optim.SGD(oracle.parameters(), lr=0.05)
     for step, got in enumerate(losses):
         batches = [torch.utils.data.default_collate(train[i : i + 2]) for i in (4 * step, 4 * step + 2)]
