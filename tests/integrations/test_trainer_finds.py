@@ -90,7 +90,7 @@ def evaluated_before(directory: str, way: str) -> tuple[float, float]:
     """A training after an evaluation, by the same trainer or by another one of the model."""
     from hyper_cp.hf import Trainer
 
-    model, oracle = make("llama"), make("llama")
+    model, oracle = (make("llama", num_hidden_layers=1) for _ in range(2))
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"} if way == "compiled" else {}
     for _ in range(1 + (way == "twice")):
         options = arguments(directory, **compiled)
