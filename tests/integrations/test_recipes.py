@@ -140,7 +140,7 @@ def packed_sft(code: str, directory: str, counted: bool) -> dict[str, float]:
     oracle, model.accepts_loss_kwargs = copy.deepcopy(model), counted
     options = {
         **{"use_cpu": True, "bf16": False, "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant"},
-        **{"max_grad_norm": 0.0, "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 1},
+        **{"max_grad_norm": 0.0, "max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 1},
         **{"save_strategy": "no", "report_to": [], "disable_tqdm": True, "train_sampling_strategy": "sequential"},
         **{"per_device_eval_batch_size": 1},
     }
