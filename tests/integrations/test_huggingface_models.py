@@ -165,7 +165,7 @@ def with_alibi() -> list[float]:
     padded["labels"][0, 22 // 4] = -100  # padding, which predicts it, sees everything on one device
     found = [errors(model, batch_of(22)), errors(model, padded)]
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    return [*found, errors(model, padded)]
+    return [*found, errors(model, padded, STYLES[1:])]
 
 
 def test_attention_that_calls_sdpa_with_alibi_biases(ranks: Any) -> None:
@@ -224,7 +224,7 @@ def recomputed() -> dict[str, float]:
         for reentrant in (False, True):
             model = tiny_causal(kind).train()
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            found[f"{kind}, {reentrant}"] = errors(model, batch_of(22, padded=True))
+            found[f"{kind}, {reentrant}"] = errors(model, batch_of(22, padded=True), STYLES[1:])
     return found
 
 
