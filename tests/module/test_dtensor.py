@@ -159,8 +159,7 @@ def test_outputs_and_gradients_in_every_placement(ranks: Any, world: int, names:
 
 @pytest.mark.slow
 def test_compiled(ranks: Any) -> None:
-    names = ["tp heads, shared kv", "cp x tp"]
-    check(ranks(4, errors_of, names, True, timeout=300))
+    check(ranks(4, errors_of, ["cp x tp, ring, shared kv"], True, timeout=300))
 
 
 # --------------------------------------------------------------------------- refusals

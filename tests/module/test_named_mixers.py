@@ -187,9 +187,8 @@ def errors() -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_modules_that_receive_their_inputs_are_exact(world: int, ranks: Ranks) -> None:
-    for found in ranks(world, errors):
+def test_modules_that_receive_their_inputs_are_exact(ranks: Ranks) -> None:
+    for found in ranks(2, errors):
         assert all(e <= 1e-10 for e in found.values()), found
 
 
