@@ -267,12 +267,11 @@ def test_a_handler_of_a_model_is_recomputed_on_the_mesh_of_its_forward(ranks: An
 
 @on_ranks
 def compiled() -> dict[str, float]:
-    """Ulysses, a ring and one rank: three meshes of two ranks, and back. The second rank runs eagerly."""
+    """Ulysses, a ring and one rank: three meshes of two ranks, and back."""
     torch._dynamo.reset()
     family = split_cp_mesh(init_device_mesh("cpu", (2,)))
     model = built({"ulysses_degree": None, "layout": "head_tail"}, family.cp(2), block=True, layers=1)
-    if dist.get_rank() == 0:
-        model.layers[0].attention.compile(fullgraph=True, backend="eager")
+    model.layers[0].attention.compile(fullgraph=True, backend="eager")
     found = {}
     for turn, (degree, ulysses) in enumerate(((2, None), (2, 1), (1, None), (2, None), (2, 1), (1, None))):
         with (
