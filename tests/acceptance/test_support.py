@@ -139,7 +139,7 @@ def test_the_matrix_in_the_readme_is_what_happens(ranks: Any, standin: Any) -> N
     """With HYPER_CP_WRITE_README=1 the matrix is written instead."""
     found = []
     for on_npu in (False, True):
-        by_rank = ranks(4, cells, on_npu)
+        by_rank = ranks(4, cells, on_npu, timeout=300)
         assert all(cells == by_rank[0] for cells in by_rank), "ranks disagree"
         assert "WRONG" not in by_rank[0].values(), [cell for cell, what in by_rank[0].items() if what == "WRONG"]
         found.append(by_rank[0])
