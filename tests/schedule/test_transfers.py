@@ -28,9 +28,9 @@ def one_for_each_use(own: list[list[int]]) -> Gradient:
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple:
     kv = draw(st.sampled_from(EXCHANGES))
-    ring = draw(st.integers(2, 32))
+    ring = draw(st.one_of(st.integers(2, 12), st.sampled_from((33, 64))))
     if kv == "double_ring":
-        hosts, per_host = draw(st.tuples(st.integers(2, 6), st.integers(2, 6)))
+        hosts, per_host = draw(st.sampled_from(((2, 2), (2, 3), (3, 2), (4, 2), (2, 5), (8, 8))))
         ring, kv = hosts * per_host, f"double_ring_{per_host}"
     layout = draw(st.sampled_from(["contiguous", "head_tail", "balanced"]))
     length = 2 * ring * draw(st.integers(1, 4))
@@ -40,7 +40,7 @@ def worlds(draw: st.DrawFn) -> tuple:
     return ring, layout, kv, length, (0, *cuts, length), band, stages
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(worlds())
 def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> None:
     ring, layout, kv, length, documents, band, stages = world
@@ -69,9 +69,10 @@ def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> 
         assert (total == copies[mine]).all(), "a gradient from each rank that has the key"
 
 
-@pytest.mark.parametrize("size", [256, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kv, band", [("ring", (-3, 0)), ("ring", (-40, 0)), ("needed", (-7, 0)), ("all_gather", CAUSAL)]
+    "size, kv, band",
+    [(4096, "ring", (-3, 0)), (256, "ring", (-40, 0)), (1024, "needed", (-7, 0)), (256, "all_gather", CAUSAL)],
 )
 def test_sampled_ranks_of_wide_worlds_agree(size: int, kv: str, band: tuple) -> None:
     held = lookup.resolve("contiguous", size, 4 * size).held
