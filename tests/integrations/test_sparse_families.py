@@ -220,7 +220,6 @@ CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
     ("glm5", 1, "ring", "padded", {}),
     ("glm5", 2, "ulysses", "right", {}),
     ("glm5", 3, "all-gather", "plain", {}),
-    ("glm5", 4, "hybrid", "padded", {}),
     ("glm5", 2, "ring", "padded", {"index_kpool_always_select_tail": False}),
     ("glm5", 2, "ring", "padded", {"index_kpool": 1, "index_topk": 5, **UNSHARED}),
     ("glm5", 3, "ring", "padded", {"index_kpool": 20, "index_topk": 20}),  # a pool over two or three ranks
