@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.measured import selected
 from benchmarks.measured.selected import Inputs, check, main, masked_attention, table
 from hyper_cp.mesh import cp_mesh
 from hyper_cp.ops import latent_attention, select_keys
+from tests.harness.attention_case import cp_mesh as cp_mesh_of_ranks
+from tests.harness.ranks import on_ranks
 
 MARKS = "<!-- selected: written by python -m benchmarks.measured.selected -->", "<!-- end of selected -->"
 
 
-def test_a_small_run_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@on_ranks
+def found_by_ranks(args: argparse.Namespace) -> list[Any]:
+    """The results of a run in this process group."""
+    found: list[Any] = []
+    with mock.patch.multiple(selected, join=lambda *_: cp_mesh_of_ranks(), leave=lambda: None):
+        selected.rank_main(dist.get_rank(), dist.get_world_size(), "", found.append, args)
+    return found
+
+
+def test_a_small_run_writes_its_table(
+    ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected, "results_of", lambda _, world, args: ranks(world, found_by_ranks, args)[0])
     page = tmp_path / "page.md"
     page.write_text("before\n" + "\n".join(MARKS) + "\nafter\n")
-    main(["--lengths", "256", "512", "--topk", "32", "--rounds", "1", "--document", str(page)])
+    main(["--lengths", "128", "256", "--topk", "32", "--rounds", "1", "--document", str(page)])
     written = page.read_text()
     assert written.startswith(f"before\n{MARKS[0]}\ntopk=32, ") and written.endswith(f"{MARKS[1]}\nafter\n")
     rows = re.findall(r"^\| ([a-z ,]+) \| (\d) \| [\d.]+ s, \d+ MiB \| [\d.]+ s \([\d.]+\), \d+ MiB", written, re.M)

@@ -30,8 +30,8 @@ TABLE = """{exact} of its {count} types of transformers are exact, and all other
 `tests/integrations/test_every_diffusion_model.py` builds a tiny random model of each exact type, with two different
 prompts, whose masks hide tokens where the type takes masks of prompts, and numbers of tokens that two ranks do not
 divide. It compares the output and the gradients of all parameters with one device, in double precision, in Ulysses and
-in a ring. It tries all types in both when this table is written, and a third of them, each in one of the two, in every run
-of the tests.
+in a ring. It tries all types in both when this table is written, and a third of them, each in one of the two, in every
+run of the tests.
 
 | type | outcome | why |
 |---|---|---|
