@@ -16,27 +16,29 @@ def positions_of(move: Move, held: np.ndarray) -> np.ndarray:
 
 
 def departures(move: Move, rank: int, rows: np.ndarray, size: int) -> dict[int, np.ndarray]:
-    """The rows for each other rank."""
+    """The rows for each other rank; with moves of some rows, for those ranks only that get any."""
     if move.pattern in ("all", "sum"):
-        parts = [rows] * size if move.pattern == "all" else np.split(rows, size)
-    else:
-        parts = np.split(rows, np.cumsum(move.sent)[:-1])
-    return {to: part for to, part in enumerate(parts) if to != rank}
+        parts = dict(enumerate([rows] * size if move.pattern == "all" else np.split(rows, size)))
+        del parts[rank]
+        return parts
+    ends = np.cumsum(move.sent)
+    return {int(to): rows[ends[to] - move.sent[to] : ends[to]] for to in np.flatnonzero(move.sent)}
 
 
 def exchange(moves: Sequence[Move], leaving: Sequence[np.ndarray]) -> list[dict[int, np.ndarray]]:
     """The rows that every rank receives, by their origin. A rank must expect what another sends it."""
     size = len(moves)
     assert len({move.pattern for move in moves}) == 1, "all ranks issue one operation"
-    sent = [departures(move, rank, rows, size) for rank, (move, rows) in enumerate(zip(moves, leaving, strict=True))]
-    for rank, move in enumerate(moves):
-        assert move.sent[rank] == move.received[rank] == 0
-        for origin in range(size):
-            if origin != rank:
-                assert len(sent[origin][rank]) == move.received[origin] == moves[origin].sent[rank]
+    sent, received = (np.array([getattr(move, name) for move in moves]) for name in ("sent", "received"))
+    assert (sent == received.T).all() and not sent.diagonal().any()
     if moves[0].pattern == "pair":
-        assert all(np.count_nonzero(x) == 1 for move in moves for x in (move.sent, move.received))
-    return [{of: sent[of][rank] for of in range(size) if of != rank} for rank in range(size)]
+        assert all((np.count_nonzero(x, axis=1) == 1).all() for x in (sent, received))
+    arrived: list[dict[int, np.ndarray]] = [{} for _ in moves]
+    for origin, (move, rows) in enumerate(zip(moves, leaving, strict=True)):
+        for to, part in departures(move, origin, rows, size).items():
+            assert len(part) == sent[origin, to]
+            arrived[to][origin] = part
+    return arrived
 
 
 def block_of(move: Move, arrived: dict[int, np.ndarray], own: np.ndarray) -> np.ndarray:
@@ -101,7 +103,7 @@ def _returned(move: Move, arrived: dict[int, np.ndarray]) -> np.ndarray:
     """The rows that come back with the gradient of a block."""
     if move.pattern == "sum":
         return sum(arrived.values())
-    return np.concatenate([x for _, x in sorted(arrived.items())])
+    return np.concatenate([np.zeros(0), *(x for _, x in sorted(arrived.items()))])
 
 
 def neighbours_agree(transfers: dict[int, Transfers]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.schedule import build as schedule
@@ -28,9 +28,9 @@ def one_for_each_use(own: list[list[int]]) -> Gradient:
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple:
     kv = draw(st.sampled_from(EXCHANGES))
-    ring = draw(st.one_of(st.integers(2, 12), st.sampled_from((33, 64))))
+    ring = draw(st.integers(2, 9))
     if kv == "double_ring":
-        hosts, per_host = draw(st.sampled_from(((2, 2), (2, 3), (3, 2), (4, 2), (2, 5), (8, 8))))
+        hosts, per_host = draw(st.sampled_from(((2, 2), (2, 3), (3, 2), (4, 2), (2, 5))))
         ring, kv = hosts * per_host, f"double_ring_{per_host}"
     layout = draw(st.sampled_from(["contiguous", "head_tail", "balanced"]))
     length = 2 * ring * draw(st.integers(1, 4))
@@ -40,7 +40,11 @@ def worlds(draw: st.DrawFn) -> tuple:
     return ring, layout, kv, length, (0, *cuts, length), band, stages
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
+@example((64, "contiguous", "double_ring_8", 128, (0, 128), CAUSAL, None))
+@example((64, "head_tail", "all_gather", 128, (0, 50, 128), CAUSAL, None))
+@example((33, "contiguous", "ring", 66, (0, 66), FULL, None))
+@example((17, "balanced", "needed", 34, (0, 5, 34), CAUSAL, 3))
 @given(worlds())
 def test_every_departure_arrives_and_every_gradient_comes_home(world: tuple) -> None:
     ring, layout, kv, length, documents, band, stages = world
