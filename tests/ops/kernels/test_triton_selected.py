@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_cp.ops import kernels, latent_attention
-from hyper_cp.ops.kernels import TileInputs, triton_selected
+from hyper_cp.ops.kernels import TileInputs, fused, triton_selected
 from hyper_cp.ops.kernels.scores import Softcap, TileScore
 from hyper_cp.ops.kernels.selected import TileSelection
 from tests.harness import attention_case
@@ -56,7 +57,7 @@ class Case:
     cap: float | None = None
     dlse: bool = False
     joint: bool = False
-    rows: int = 7
+    rows: int = 4
     cols: int = 23
     topk: int = 19
     dtype: torch.dtype = torch.float32
@@ -135,9 +136,9 @@ CASES = {
     "grouped heads": Case(),
     "heads of their own": Case((3, 3), dims=(8, 5)),
     "more heads and keys than a block": Case((40, 1), rows=3, cols=150, topk=170),
-    "lists of key heads": Case((6, 3), lists=3, dims=(24, 16)),
+    "lists of key heads": Case((6, 3), lists=3, dims=(24, 16), rows=3),
     "causal": Case(band=(None, 0), cols=8),
-    "window": Case(band=(-3, 2), cols=8),
+    "window": Case(band=(-2, 2), cols=8),
     "padding": Case(mask="padding"),
     "float mask": Case(mask="float", dims=(20, 12)),
     "softcap and log-sum-exp": Case(cap=1.5, dlse=True, mask="bool"),
@@ -219,13 +220,13 @@ def test_half_precision_is_within_twice_one_device(interpreter: None, name: str)
 def test_latents_of_576_in_bf16_are_within_twice_one_device(interpreter: None) -> None:
     """The form that applies the weight to queries and outputs, against keys and values of all heads in bfloat16 on one
     device: DeepSeek's head dims, 16 heads, output and all gradients."""
-    g, (heads, rank, plain, rotary, length) = torch.Generator().manual_seed(0), (16, 512, 128, 64, 48)
+    g, (heads, rank, plain, rotary, length) = torch.Generator().manual_seed(0), (16, 512, 128, 64, 16)
     shapes = (1, heads, length, plain + rotary), (1, length, rank), (1, 1, length, rotary), (heads * 2 * plain, rank)
     leaves = [torch.randn(s, generator=g) * (rank**-0.5 if len(s) == 2 else 1) for s in shapes]
     leaves = [x.bfloat16().requires_grad_() for x in leaves]
     dout = torch.randn(1, heads, length, plain, generator=g).bfloat16()
     seen = torch.ones(length, length, dtype=torch.bool).tril()
-    selected = torch.rand(length, length, generator=g).masked_fill(~seen, -1).topk(20).indices
+    selected = torch.rand(length, length, generator=g).masked_fill(~seen, -1).topk(7).indices
     pairs = torch.zeros_like(seen).scatter(1, selected, True) & seen
 
     def expanded(dtype: torch.dtype) -> list[Tensor]:
@@ -276,9 +277,9 @@ def test_in_the_engine_on_two_ranks(ranks: Any) -> None:
     pytest.importorskip("triton", "3.9", reason=INTERPRETER)
     given: dict[str, Any] = {"heads": 2, "kv_heads": 1, "is_causal": True, "dtype": torch.float32, "batch": 1}
     ways = {"kv_exchange": "ring"}, {"kv_exchange": "all_gather", "layout": "head_tail", "softcap": 2.0, "sinks": True}
-    cases = [AttentionCase(12, selected=(5, 1), **given, **way) for way in ways]
-    cases.append(replace(cases[0], kv_heads=2, selected=(5, 2), documents=((0, 5, 12),), layout="per_document"))
-    cases.append(replace(cases[0], kv_heads=2, selected=(3, 2), block=3))
+    cases = [AttentionCase(8, selected=(3, 1), **given, **way) for way in ways]
+    cases.append(replace(cases[0], kv_heads=2, selected=(3, 2), documents=((0, 3, 8),), layout="per_document"))
+    cases.append(replace(cases[0], kv_heads=2, selected=(2, 2), block=3))
     check(ranks(2, run_on_ranks, cases), FP32)
 
 
@@ -344,12 +345,14 @@ def test_an_error_says_how_to_run_plain_math(monkeypatch: Any) -> None:
         found_by(Case())
 
 
-def test_the_package_is_imported_without_triton() -> None:
-    code = (
-        "import sys; sys.modules['triton'] = None; from hyper_cp.ops.kernels import triton_selected as t; print(t.tl)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "None\n"
+@pytest.mark.parametrize("module", [triton_selected, fused])
+def test_the_package_is_imported_without_triton(module: Any) -> None:
+    spec = spec_from_file_location(f"{module.__name__}_again", module.__file__)
+    assert spec is not None and spec.loader is not None
+    again = module_from_spec(spec)
+    with patch.dict(sys.modules, {"triton": None}):
+        spec.loader.exec_module(again)
+    assert getattr(again, "tl", None) is None
 
 
 # --------------------------------------------------------------------------- machine code, without a GPU
