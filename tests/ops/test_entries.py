@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -74,6 +75,15 @@ def whole(problem: Problem, leaves: list[Tensor]) -> Tensor:
     return attention_and_lse(q, keys, keys, visible=visible, sinks=sinks if with_sinks else None)[0]
 
 
+@cache
+def one_device(problem: Problem) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output and the gradients, computed once for all modes."""
+    *given, dout = inputs(problem)
+    leaves = [x.requires_grad_() for x in given]
+    out = whole(problem, leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, dout, allow_unused=True)
+
+
 def split(problem: Problem, leaves: list[Tensor], at: Tensor, mode: dict[str, Any]) -> Tensor:
     length, every, width, selects, with_sinks = problem
     q, k, raw, gate, sinks = leaves
@@ -93,9 +103,7 @@ def errors(modes: list[dict[str, Any]]) -> dict[str, float]:
     found = {}
     for problem, (i, mode) in itertools.product(PROBLEMS, enumerate(modes)):
         *given, dout = inputs(problem)
-        leaves = [x.clone().requires_grad_() for x in given]
-        want = whole(problem, leaves)
-        expected = torch.autograd.grad(want, leaves, dout, allow_unused=True)
+        want, expected = one_device(problem)
         at = ContextParallelHandler(cp_mesh(), mode["layout"]).position_ids(problem[0])
         local = [x[:, :, at] for x in given[:2]] + [x[:, at] for x in given[2:4]] + given[4:]
         local = [x.clone().requires_grad_() for x in local]
@@ -116,7 +124,7 @@ def errors(modes: list[dict[str, Any]]) -> dict[str, float]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_one_softmax_fp64(world: int, ranks: Ranks) -> None:
-    for of_rank in ranks(world, errors, MODES if world == 2 else MODES[world % 2 :: 3]):
+    for of_rank in ranks(world, errors, MODES if world == 2 else MODES[world % 2 :: 3][: 1 if world == 1 else None]):
         assert not {name: e for name, e in of_rank.items() if not e < 1e-10}
 
 
@@ -215,11 +223,11 @@ def test_tiles_cover_what_queries_see_once(spans: list[tuple[int, int]], every: 
 
 
 @on_ranks
-def compiled(selects: bool) -> list[float]:
-    problem: Problem = (48, 4, 8, selects, True)
+def compiled() -> list[float]:
+    problem: Problem = (48, 4, 8, True, True)
     q, k, raw, _, sinks, dout = inputs(problem)
     at = ContextParallelHandler(cp_mesh(), "head_tail").position_ids(48)
-    pooled, chosen = raw[:, :12].unsqueeze(1), selection(problem)[:, :, at] if selects else None
+    pooled, chosen = raw[:, :12].unsqueeze(1), selection(problem)[:, :, at]
     mesh = view(cp_mesh(), 1)
 
     def run(q: Tensor, k: Tensor, pooled: Tensor, sinks: Tensor) -> Tensor:
@@ -235,9 +243,8 @@ def compiled(selects: bool) -> list[float]:
     return [relative_error(b, a) for a, b in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("selects", [False, True])
-def test_compiled_without_a_graph_break(ranks: Ranks, selects: bool) -> None:
-    for of_rank in ranks(2, compiled, selects):
+def test_compiled_without_a_graph_break(ranks: Ranks) -> None:
+    for of_rank in ranks(2, compiled):
         assert max(of_rank) < 1e-12
 
 

@@ -55,7 +55,6 @@ from tests.harness.flex_masks import (
 from tests.harness.oracle import relative_error, token_positions
 from tests.harness.ranks import error_of, named_error, on_ranks, sum_over_ranks
 
-# Made before any module is styled, and shared by modules of all styles.
 compiled_flex = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
 OWN_QKV = {"qkv_indices": None}
 
@@ -144,8 +143,8 @@ def errors_of(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, fl
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_function_in_every_mode(ranks: Any, world: int) -> None:
-    """Each mode runs a third of the functions, and each function a third of the modes."""
-    cases = [(name, style) for i, name in enumerate(CASES) for k, style in enumerate(styles(world)) if (i + k) % 3 == 0]
+    """Each mode runs a quarter of the functions, and each function a quarter of the modes."""
+    cases = [(name, style) for i, name in enumerate(CASES) for k, style in enumerate(styles(world)) if (i + k) % 4 == 0]
     check(ranks(world, errors_of, cases, timeout=200))
 
 
@@ -181,13 +180,14 @@ def compiled_errors(name: str) -> dict[str, float]:
     """torch.compile of the function alone (one compiled function for modules with and without a style), and of a whole
     module."""
     errors = {}
-    outside = Flex("causal", attention=compiled_flex)
+    traced_flex = torch.compile(flex_attention, fullgraph=True, backend="eager")
+    outside = Flex("causal", attention=traced_flex)
     qkv = tensors(name)[:3]
     plain, (want, _) = outside(*qkv), oracle(name, qkv, [])
     errors["outside"] = relative_error(plain, oracle("causal", qkv, [])[0])
-    module = torch.compile(styled(Flex(name), ulysses_degree=1, **OWN_QKV), fullgraph=True, backend="aot_eager")
+    module = torch.compile(styled(Flex(name), ulysses_degree=1, **OWN_QKV), fullgraph=True, backend="eager")
     mine = own({})
-    function = styled(Flex(name, attention=compiled_flex), ulysses_degree=None)
+    function = styled(Flex(name, attention=traced_flex), ulysses_degree=None)
     for way, run in (("function", function), ("module", module)):
         errors[way] = relative_error(run(*(x[:, :, mine] for x in qkv)), want[:, :, mine])
     errors["outside again"] = relative_error(outside(*qkv), plain)
@@ -206,7 +206,7 @@ def compiled_in_a_ring() -> float:
     """A compiled flex_attention that may break the graph runs as the function itself does."""
     style = {"ulysses_degree": 1, "kv_exchange": "ring", "layout": "head_tail"}
     qkv, mine = tensors("window, alibi")[:3], own(style)
-    module = styled(Flex("window, alibi", attention=torch.compile(flex_attention, backend="aot_eager")), **style)
+    module = styled(Flex("window, alibi", attention=torch.compile(flex_attention, backend="eager")), **style)
     return relative_error(module(*(x[:, :, mine] for x in qkv)), oracle("window, alibi", qkv, [])[0][:, :, mine])
 
 
@@ -288,7 +288,7 @@ def by_flex_attention(cases: list[tuple[str, dict[str, Any]]]) -> tuple[dict[str
 
 @pytest.mark.slow
 def test_flex_attention_per_tile(ranks: Any) -> None:
-    chosen = [("window, sink", 4), ("prefix", 3), ("alibi", 6)]
+    chosen = [("window, sink", 4), ("prefix", 6)]
     found, called = zip(*ranks(2, by_flex_attention, [(name, styles(2)[i]) for name, i in chosen]), strict=True)
     assert all(called)
     check(list(found))

@@ -59,6 +59,7 @@ def test_every_mode_fp64(ranks: Any, world: int) -> None:
     cases = [
         LatentCase(24 * world, causal, kv_heads=rotary, heads=12, bias=rotary > 1, **mode)
         for mode in modes(world)
+        if world < 4 or mode["ulysses_degree"] == 2
         for causal, rotary in itertools.product((True, False), (1, 12))
     ]
     check(ranks(world, run_latents, pairwise(cases)), FP64)
@@ -87,7 +88,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_every_option_fp64(ranks: Any, world: int) -> None:
     """On two ranks every option in every exchange, layout and degree; on four each mode has one of the options."""
     cases, given = [], itertools.product(modes(2), OPTIONS.values())
-    for mode, options in given if world == 2 else zip(modes(4), itertools.cycle(OPTIONS.values())):
+    wider = [mode for mode in modes(4) if mode["ulysses_degree"] < 4]
+    for mode, options in given if world == 2 else zip(wider, itertools.cycle(OPTIONS.values())):
         if "exchange_stages" in options and mode["kv_exchange"] == "ring":
             continue
         if options.get("mask") == "local rows" and (mode["load_balance"] or mode["ulysses_degree"] > 1):
@@ -132,7 +134,7 @@ def module_errors(way: str) -> Errors:
     model: Any = parallelize_module(module, cp_mesh(), style)
     given = leaves[:3]
     if way == "compiled":
-        model = torch.compile(model, backend="aot_eager", fullgraph=False)
+        model = torch.compile(model, backend="eager", fullgraph=False)
     out = checkpoint(model, *given, use_reentrant=False) if way == "checkpoint" else model(*given)
     grads = torch.autograd.grad(out, [*given, module.up.weight, module.up.bias], dout)
     return errors_of(case, leaves, at, out, grads, relative_error)

@@ -90,8 +90,8 @@ def test_every_mode(ranks: Any, world: int) -> None:
     cases = [
         AttentionCase(length, **setting, **mode)
         for i, setting in enumerate(settings)
-        for j, mode in enumerate(modes(world))
-        if not (setting.keys() & {"selected"} and mode["load_balance"]) and (i + j) % (6 if world == 4 else 3) == 0
+        for j, mode in enumerate(m for m in modes(world) if world < 4 or m["ulysses_degree"] == 2)
+        if not (setting.keys() & {"selected"} and mode["load_balance"]) and (i + j) % 3 == 0
     ]
     if world % 2 == 0:
         cases += [
@@ -412,7 +412,7 @@ def compiled() -> float:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     model = parallelize_module(nn.Sequential(Plain()), cp_mesh(), {"0": made})
-    run = torch.compile(lambda *qkv: model[0](*qkv), backend="aot_eager")
+    run = torch.compile(lambda *qkv: model[0](*qkv), backend="eager")
     run(*case.shard().qkv)
     found = ContextParallelHandler(cp_mesh(), made).max_logits(model)["0"]
     with pytest.raises(ValueError, match="return_max_logits=True without a mesh"):

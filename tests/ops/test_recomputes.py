@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -138,6 +137,10 @@ def test_a_recompute_has_the_documents_of_its_forward(ranks: Any, kind: str) -> 
             assert error < FP64, (name, where)
 
 
+KINDS_INSIDE = [(True, False), (False, True), (True, True), (False, False), (None, True)]
+"""Reentrant, not reentrant and no checkpoint, of the first part and of the second."""
+
+
 @on_ranks
 def nested(outer: bool) -> list[tuple[Any, Any, float]]:
     """Errors of two checkpoints in one, by their kinds. Layers select other numbers of keys."""
@@ -170,7 +173,7 @@ def nested(outer: bool) -> list[tuple[Any, Any, float]]:
         return one(x) if second is None else checkpoint(one, x, use_reentrant=second)
 
     want, found = grads(lambda x: one(two(x))), []
-    for first, second in product((True, False, None), repeat=2):
+    for first, second in KINDS_INSIDE:
         got = grads(partial(checkpoint, partial(within, first, second), use_reentrant=outer))
         found.append((first, second, relative_error(got, want)))
     return found
@@ -181,7 +184,7 @@ def nested(outer: bool) -> list[tuple[Any, Any, float]]:
 def test_nested_checkpoints_have_the_selections_of_their_forward(ranks: Any, outer: bool) -> None:
     """A reentrant one has recomputed, and is in backward, when those inside of it recompute."""
     for of_rank in ranks(2, nested, outer):
-        assert len(of_rank) == 9
+        assert len(of_rank) == len(KINDS_INSIDE)
         for first, second, error in of_rank:
             assert error < FP64, (first, second)
 

@@ -83,7 +83,8 @@ def test_selected_keys_fp64(ranks: Any, world: int) -> None:
     """On two ranks every option in every exchange, layout and degree; on four each mode has one of the options."""
     cases: list[Any] = []
     given = itertools.product(modes(2), OPTIONS.values())
-    for i, (mode, options) in enumerate(given if world == 2 else zip(modes(4), itertools.cycle(OPTIONS.values()))):
+    wider = [mode for mode in modes(4) if mode["ulysses_degree"] < 4]
+    for i, (mode, options) in enumerate(given if world == 2 else zip(wider, itertools.cycle(OPTIONS.values()))):
         if mode["kv_exchange"] != "ring" or "exchange_stages" not in options:
             calls = cases_of(mode, options)
             cases += calls if world == 2 else [calls[i % len(calls)]]

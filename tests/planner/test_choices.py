@@ -64,12 +64,15 @@ def seconds(plan: Estimator, ranks: int, degree: int, kv_exchange: str, layout: 
     return time.forward + time.backward
 
 
-@pytest.mark.parametrize("device", ["cuda", "npu"])
-@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8), (48, 4), (40, 40)])
+CUDA_AND_NPU = [(heads, "cuda") for heads in ((32, 32), (32, 8), (64, 8), (48, 4), (40, 40))]
+CUDA_AND_NPU += [((64, 8), "npu"), ((40, 40), "npu")]
+
+
+@pytest.mark.parametrize("heads, device", CUDA_AND_NPU)
 def test_the_degree_is_near_the_best(heads: tuple[int, int], device: str) -> None:
     """2 to 16 ranks with 8K tokens each, on hosts of eight. ``plan`` also takes degrees that repeat key/value heads or
     leave a host, which pays where the ring that is left has contiguous data."""
-    for ranks in (2, 4, 8, 16):
+    for ranks in (2, 8, 16):
         plan = estimator(heads, [8192 * ranks], ranks, CLUSTERS[device])
         for kv_exchange, layout in product(("ring", "all_gather", "needed"), ("contiguous", "head_tail")):
             degrees = [d for d in (1, 2, 4, 8, 16) if d <= ranks and heads[0] % d == 0]
@@ -220,7 +223,7 @@ def test_stages_of_windows_and_documents_are_near_the_best() -> None:
         for documents, window in masks(ring * tokens, tokens).values():
             layouts = ("head_tail", "balanced") if len(documents.rows[0]) > 2 else ("head_tail", "contiguous")
             cases += [Case("needed", ring, layout, documents, window) for layout in layouts]
-    cases = cases[::19]  # each has neighbours that differ from it in one number
+    cases = cases[::31]  # each has neighbours that differ from it in one number
     for device, rare, most in (("cuda", 0.02, 1.26), ("npu", 0.025, 1.27), ("cpu", 0.03, 1.26)):
         found = [ratio for case in cases for ratio in case.ratios(device)]
         far = far_off(found)

@@ -58,7 +58,7 @@ def tiles(band: Band, cap: float) -> Iterator[tuple[TileInputs, bool]]:
     those of backward. Each kind once: sizes, band, and where the tile begins."""
     seen = set()
     for kv_exchange in ("ring", "all_gather"):
-        for rank in (0, 1, 3, RANKS - 1):
+        for rank in (1, RANKS - 1):
             plan = schedule(Key("head_tail", rank, RANKS, 1, kv_exchange, False, band, LENGTH, LENGTH))
             for backward, steps in enumerate((plan.forward, plan.backward)):
                 for step in steps:
@@ -90,7 +90,7 @@ def test_one_graph_serves_all_tiles_each_way() -> None:
                 run(kernel, tile, backward)
                 calls += 1
                 assert graphs.runs == calls, "a tile ran outside of the compiled graphs"
-    assert calls > 40 and graphs.compiled == 2, graphs.compiled
+    assert calls > 20 and graphs.compiled == 2, graphs.compiled
 
 
 def test_past_the_limit_is_an_error_and_not_plain_math() -> None:

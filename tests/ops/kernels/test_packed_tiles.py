@@ -135,7 +135,7 @@ def test_cuda_packs_tiles_for_the_variable_length_operator(name: str, band: Any,
     kernel = cuda.KERNELS[name]
     if "without flash and memory-efficient" in name and (band, tile) in BANDED:
         return  # a window: no operator is left
-    for dim, v_dim in ((8, 8), (5, 5), (8, 6)):
+    for dim, v_dim in ((5, 5), (8, 6)):
         with cuda_standin.Operators().installed() as called:
             assert max(packed_errors(kernel, band, tile, torch.float32, v_dim, dim).values()) <= 5e-6
         if kernel.flash is not None and len(tile[2]) > 1:

@@ -1,4 +1,4 @@
-"""Recurrences and convolutions over 1 to 8 ranks, which are threads of one process: every size of a world is cheap."""
+"""Recurrences and convolutions over 1 to 8 ranks, which are threads of one process: odd and wide worlds are cheap."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def error(world: int, kind: str, layout: str, length: int, documents: list[list[
     return worst
 
 
-@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 def test_every_world(world: int) -> None:
     """Odd worlds, one token a rank, lengths that do not split, documents of any length, rows that differ."""
     some, rows = [[0, 1, 3, 17, 29]], [[0, 13, 29], [0, 2, 3, 4, 29]]
