@@ -349,7 +349,7 @@ def of_a_layer() -> list[tuple[str, float, float]]:
         dtype = (torch.float32, torch.bfloat16)[i % 2]
         layer, element = Layer(mesh, degree, exchange, dtype), dtype.itemsize
         ranks = Ranks(2 // degree, degree, 8)
-        with MemoryCounter() as counter, patch.object(*small[0], 1 << 18), patch.object(*small[2], 1 << 14):
+        with MemoryCounter() as counter, patch.object(*small[0], 1 << 18), patch.object(*small[2], 1 << 16):
             x = torch.randn(1, TOKENS, 1, dtype=dtype).requires_grad_()
             out = KINDS[kind](layer, x)
             loss, selecting = out.sum(), counter.peak["cpu"]
@@ -360,7 +360,7 @@ def of_a_layer() -> list[tuple[str, float, float]]:
         work = cost(TINY, mode, element, 2 * TOKENS).ring
         kept = saved_between(TINY, ranks, TOKENS, element, kind) + selections_saved(TINY, ranks, TOKENS, kind)
         whole = layer_saved(TINY, ranks, TOKENS, element) + selections_saved(TINY, ranks, TOKENS, "none")
-        with patch.object(*small[1], 1 << 18), patch.object(*small[3], 1 << 14):
+        with patch.object(*small[1], 1 << 18), patch.object(*small[3], 1 << 16):
             given = ranks, exchange or "all_gather", 1, 2 * TOKENS, work.ranks[work.rank], element
             peak = max(whole + layer_work(TINY, *given), kept + selection_work(TINY, TOKENS))
         name = f"{degree}, {exchange}, {dtype}, {kind}"
