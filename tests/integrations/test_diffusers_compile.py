@@ -18,9 +18,7 @@ pytest.importorskip("diffusers")
 
 
 @on_ranks
-def compiled(
-    name: str, changes: dict[str, Any], mode: dict[str, Any], whole: bool
-) -> tuple[float, list[int], int]:
+def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], whole: bool) -> tuple[float, list[int], int]:
     """The largest error against the model that is not prepared, how often each kind of block was compiled, and the
     number of further graphs of a second step."""
     from torch._dynamo.utils import counters
