@@ -214,13 +214,11 @@ UNSHARED = {"indexer_types": ["full"] * 4, "linear_lower_bound": None}
 """Each layer has an indexer of its own, and decays have no bound."""
 CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
     ("minimax_m3", 1, "contiguous", "padded", {}),
-    ("minimax_m3", 2, "ring ulysses", "padded", {}),
-    ("minimax_m3", 3, "all-gather", "plain", {}),
+    ("minimax_m3", 2, "all-gather ulysses", "padded", {}),
     ("minimax_m3", 4, "hybrid", "padded", {}),
     ("glm5", 1, "ring", "padded", {}),
     ("glm5", 2, "ulysses", "right", {}),
-    ("glm5", 3, "all-gather", "plain", {}),
-    ("glm5", 2, "ring", "padded", {"index_kpool_always_select_tail": False}),
+    ("glm5", 2, "all-gather", "padded", {"index_kpool_always_select_tail": False}),
     ("glm5", 2, "ring", "padded", {"index_kpool": 1, "index_topk": 5, **UNSHARED}),
     ("glm5", 3, "ring", "padded", {"index_kpool": 20, "index_topk": 20}),  # a pool over two or three ranks
     ("glm5", 2, "ring", "padded", {"index_kpool": 64, "index_topk": 64}),  # none is complete
@@ -231,9 +229,8 @@ CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
     ("qwen4", 1, "ring", "packed", {}),
     ("qwen4", 2, "ulysses", "padded", {}),
     ("qwen4", 2, "ring", "packed", {}),  # documents shorter than a window
-    ("qwen4", 2, "contiguous", "inputs_embeds", {}),
-    ("qwen4", 3, "all-gather", "padded", LONG),
-    ("qwen4", 4, "contiguous", "packed", LONG),
+    ("qwen4", 2, "all-gather", "inputs_embeds", {}),
+    ("qwen4", 3, "contiguous", "packed", LONG),
 ]
 """Family, ranks, modes, a batch and changes of sizes."""
 
@@ -427,7 +424,7 @@ def verified(family: str) -> tuple[bool, str]:
     return report.ok, str(report)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["minimax_m3", "qwen4"])
 def test_verify(ranks: Any, family: str) -> None:
     for ok, report in ranks(2, verified, family):
         assert ok, report
