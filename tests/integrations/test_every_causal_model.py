@@ -227,15 +227,14 @@ ALWAYS = [
     "gpt_oss",
     "llama",
     "minimax_m3_vl_text",
-    "mistral",
     "qwen3_next",
 ]
 """Types with layers that few others have, and some that many people use."""
 OTHERS = [
-    *("gemma2", "bloom", "falcon", "gpt_neo", "diffllama"),  # softcaps, biases, and attention that they write out
-    *("opt", "xglm", "bart", "roberta", "bert", "llama4_text"),  # they count positions, or have heads of encoders
+    *("gemma2", "bloom", "gpt_neo", "diffllama"),  # softcaps, biases, and attention that they write out
+    *("opt", "bart", "roberta", "llama4_text"),  # they count positions, or have heads of encoders
     *("dots3_note_text", "qwen4_exp_text", "inkling_text"),  # methods of theirs are replaced
-    *("mixtral", "nemotron_h", "recurrent_gemma"),  # experts, and recurrent layers
+    *("nemotron_h", "recurrent_gemma"),  # recurrent layers
     *("ctrl", "rwkv"),  # they are refused
 ]
 """One or two types of every further kind: all others take the path of one of these."""
