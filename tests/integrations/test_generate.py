@@ -80,7 +80,7 @@ def written(names: list[str], layout: str, padded: bool) -> dict[str, tuple[bool
     ("world", "layout", "padded", "names"),
     [
         (2, "contiguous", False, "llama gemma3 deepseek_v3"),
-        (2, "per_document", True, "qwen3 gemma3 deepseek_v3 gemma2 gpt_oss deepseek_v32"),
+        (2, "per_document", True, "qwen3 gemma2 gpt_oss deepseek_v32"),
         (3, "balanced", False, "gemma3 deepseek_v32"),
         (3, "auto", True, "llama gpt_oss"),
         (4, "head_tail", False, "deepseek_v3"),

@@ -212,7 +212,7 @@ def traffic(kind: str, mode: str) -> tuple[float, float]:
     return forward / latents, sum(n for name, n in log.entries if name in TRAVELS) / latents
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "bailing_hybrid", "longcat_flash"])
 def test_what_travels_is_latents(ranks: Any, kind: str) -> None:
     """At most 1.1 of them in forward, and 3.3 in forward and backward: they travel again, and their gradients."""
     for mode in ("ring", "all-gather", "needed") if kind == "deepseek_v3" else ("ring",):

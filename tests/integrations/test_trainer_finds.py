@@ -102,7 +102,7 @@ def evaluated_before(directory: str, way: str) -> tuple[float, float]:
     return errors(trainer, model, trained_alone(oracle), oracle)
 
 
-@pytest.mark.parametrize("way", ["once", "twice", "compiled"])
+@pytest.mark.parametrize("way", ["twice", "compiled"])
 def test_a_training_after_an_evaluation(ranks: Any, tmp_path: Any, way: str) -> None:
     for loss, weights in ranks(2, evaluated_before, str(tmp_path), way):
         assert loss < 1e-6 and weights < 1e-10
@@ -234,9 +234,7 @@ def classified(directory: str, kind: str, head: str) -> list[float]:
     return [*errors(trainer, model, want, oracle), abs(predicted.metrics["test_loss"] - tested), far]
 
 
-@pytest.mark.parametrize(
-    ("kind", "head"), [("llama", CLASSES), ("llama", QUESTIONS), ("modernbert", CLASSES), ("modernbert", MASKED)]
-)
+@pytest.mark.parametrize(("kind", "head"), [("llama", CLASSES), ("llama", QUESTIONS), ("modernbert", MASKED)])
 def test_classifiers_get_whole_batches_and_masked_models_the_loss_that_their_error_advises(
     ranks: Any, tmp_path: Any, kind: str, head: str
 ) -> None:
