@@ -498,5 +498,5 @@ def compiled() -> str | float:
 
 def test_compiled_layers_are_refused_or_exact(ranks: Any) -> None:
     """Compiled code may lose what an indexer has scored. (With torch 2.11 such a layer runs eagerly.)"""
-    for found in ranks(2, compiled):
+    for found in ranks(1, compiled):
         assert "runs compiled inside indexer_losses" in found if isinstance(found, str) else found < 1e-4
