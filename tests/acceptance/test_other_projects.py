@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.ops import attention, causal_conv1d, layout_of_mask, linear_recurrence
@@ -51,16 +52,15 @@ def bounds(lengths: list[int]) -> list[int]:
 # --------------------------------------------------------------------------- calls of ops.attention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """One call of ``ops.attention`` and what it means on one device.
+    """Calls of ``ops.attention`` that differ in the mode only, and what all of them mean on one device.
 
     ``pairs``: what queries see beside ``is_causal``, ``window`` and ``documents``, as bool or as a bias. The call gets
     ``slices`` in its place, if there are any.
     """
 
     length: int
-    mode: dict[str, Any]
     heads: tuple[int, int] = (4, 4)
     dims: tuple[int, int] = (8, 8)
     batch: int = 2
@@ -71,11 +71,11 @@ class Call:
     slices: list[Any] | None = None
     sinks: Tensor | None = None
     scale: float | None = None
-    order: str = "bhsd"
 
-    def found(self) -> Found:
-        """The errors of output, log-sum-exp and gradients on this rank."""
-        mesh, (heads, kv_heads), (dim, v_dim) = cp_mesh(), self.heads, self.dims
+    @cached_property
+    def one_device(self) -> tuple[list[Tensor], Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """Inputs, the gradient of the output, the output, its log-sum-exp, and the gradients of the inputs."""
+        (heads, kv_heads), (dim, v_dim) = self.heads, self.dims
         shapes = [(heads, dim), (kv_heads, dim), (kv_heads, v_dim), (heads, v_dim)]
         *whole, dout = (normal(self.batch, h, self.length, d) for h, d in shapes)
         whole += [] if self.sinks is None else [self.sinks]
@@ -85,16 +85,20 @@ class Call:
             bias, seen = (self.pairs, seen) if self.pairs.is_floating_point() else (None, seen & self.pairs)
         sinks = whole[3] if whole[3:] else None
         want, lse = attention_and_lse(*whole[:3], visible=seen, bias=bias, scale=self.scale, sinks=sinks)
-        right = torch.autograd.grad(want, whole, dout)
-        handler = ContextParallelHandler(mesh, self.mode.get("layout", "contiguous"))
+        return whole, dout, want, lse, torch.autograd.grad(want, whole, dout)
+
+    def found(self, mode: dict[str, Any], order: str = "bhsd") -> Found:
+        """The errors of output, log-sum-exp and gradients on this rank."""
+        mesh, (whole, dout, want, lse, right) = cp_mesh(), self.one_device
+        handler = ContextParallelHandler(mesh, mode.get("layout", "contiguous"))
         with handler.documents(self.documents) as table:
             at = handler.position_ids(self.length)
-            local = [self.laid(x[:, :, at]).requires_grad_() for x in whole[:3]]
+            local = [laid(x[:, :, at], order).requires_grad_() for x in whole[:3]]
             sinks = whole[3].detach().clone().requires_grad_() if whole[3:] else None
             options = {"is_causal": self.is_causal, "window": self.window, "documents": table, "scale": self.scale}
             mask = {"attn_mask": self.pairs} if self.slices is None else {"slices": self.slices}
             more = {**mask, "sinks": sinks, "enable_gqa": True, "return_lse": True}
-            out, found_lse = attention(*local, mesh=mesh, **options, **more, **self.mode)
+            out, found_lse = attention(*local, mesh=mesh, **options, **more, **mode)
         leaves = local + ([] if sinks is None else [sinks])
         grads = torch.autograd.grad(out, leaves, dout[:, :, at])
         pairs = {"out": (out, want[:, :, at]), "lse": (found_lse, lse[:, :, at])}
@@ -102,11 +106,12 @@ class Call:
         pairs |= {"dsinks": (sum_over_ranks(grads[3])[0], right[3])} if grads[3:] else {}
         return {name: error(*(x.where(x > -torch.inf, 0) for x in pair)) for name, pair in pairs.items()}
 
-    def laid(self, x: Tensor) -> Tensor:
-        """``x [B, H, S, D]`` as it lies in memory in another order of dimensions."""
-        dims = ["bhsd".index(name) for name in self.order]
-        back = [dims.index(i) for i in range(4)]
-        return x.detach().permute(dims).contiguous().permute(back)
+
+def laid(x: Tensor, order: str) -> Tensor:
+    """``x [B, H, S, D]`` as it lies in memory in another order of dimensions."""
+    dims = ["bhsd".index(name) for name in order]
+    back = [dims.index(i) for i in range(4)]
+    return x.detach().permute(dims).contiguous().permute(back)
 
 
 # --------------------------------------------------------------------------- TransformerEngine
@@ -162,11 +167,10 @@ TE_COMM = {
 }
 
 
-def te_call(case: dict[str, Any], form: str, comm: str) -> Call:
-    heads, batch = TE_HEADS.get(case["heads"], 8), 1 if form == "thd" else 2
+def te_call(case: dict[str, Any], packed: bool) -> Call:
+    heads, batch = TE_HEADS.get(case["heads"], 8), 1 if packed else 2
     kv_heads, causal = TE_GROUPS.get(case.get("groups", 0), heads), case.get("is_causal", False)
-    layout = "contiguous" if not causal else "per_document" if form == "thd" else "head_tail"
-    documents = [bounds([8, 24, 8, 16, 8])] if form == "thd" else None
+    documents = [bounds([8, 24, 8, 16, 8])] if packed else None
     pairs = None
     if "bias" in case:
         sizes = {"1": 1, "b": batch, "h": heads, "s": TE_LENGTH}
@@ -177,7 +181,6 @@ def te_call(case: dict[str, Any], form: str, comm: str) -> Call:
     sinks = {"off-by-one": torch.zeros(heads, dtype=torch.float64), "learnable": normal(heads)}
     return Call(
         TE_LENGTH,
-        {**TE_COMM[comm], "layout": layout},
         (heads, kv_heads),
         case.get("dims", (8, 8)),
         batch,
@@ -186,20 +189,21 @@ def te_call(case: dict[str, Any], form: str, comm: str) -> Call:
         documents,
         pairs,
         sinks=sinks.get(case.get("softmax", "")),
-        order={"bshd": "bshd", "sbhd": "sbhd", "thd": "bshd"}[form],
     )
 
 
 def transformer_engine(world: int) -> Iterator[tuple[str, Callable[[], Found]]]:
     """``a2a+p2p`` on 4 ranks, the rest on 2, as there; what it skips ("no support for SWA with p2p") is run, too."""
-    for table, form, comm in product((TE_FLASH, TE_FUSED), ("bshd", "sbhd", "thd"), TE_COMM):
-        if (comm == "a2a+p2p") != (world == 4):
-            continue
+    comms = {name: mode for name, mode in TE_COMM.items() if (name == "a2a+p2p") == (world == 4)}
+    for (kernel, table), packed in product((("flash", TE_FLASH), ("fused", TE_FUSED)), (False, True)):
         for name, case in table.items():
-            if form == "thd" and "bias" in case:
+            if packed and "bias" in case:
                 continue  # a bias of [S, S] has no meaning for packed tokens: no case there either
-            kernel = "flash" if table is TE_FLASH else "fused"
-            yield f"{kernel} {name} {form} {comm}", te_call(case, form, comm).found
+            call, causal = te_call(case, packed), case.get("is_causal", False)
+            layout = "contiguous" if not causal else "per_document" if packed else "head_tail"
+            for form, comm in product(("thd",) if packed else ("bshd", "sbhd"), comms):
+                order = "bshd" if packed else form
+                yield f"{kernel} {name} {form} {comm}", partial(call.found, {**comms[comm], "layout": layout}, order)
 
 
 # --------------------------------------------------------------------------- MagiAttention
@@ -279,11 +283,11 @@ MAGI_OVERLAP: dict[str, dict[str, Any]] = {
 
 def magi(world: int) -> Iterator[tuple[str, Callable[[], Found]]]:
     """Seven masks x three kinds of overlap x grouped heads or not x the kinds of the table or random ones."""
-    for name, overlap, heads, drawn in product(MAGI, MAGI_OVERLAP, ((8, 8), (8, 2)), (False, True)):
+    for name, heads, drawn in product(MAGI, ((8, 8), (8, 2)), (False, True)):
         case = MAGI[name]
         if world not in case.worlds:
             continue
-        rng = random.Random(f"{name} {overlap} {heads}")
+        rng = random.Random(f"{name} {heads}")
         kinds = [rng.randrange(4) for _ in case.kinds] if drawn else case.kinds
         unit, sinks = 256, None
         if case.sinks:  # several tokens without values count as one whose weight is their sum
@@ -292,9 +296,10 @@ def magi(world: int) -> Iterator[tuple[str, Callable[[], Found]]]:
         ranges = ([tuple(x // unit for x in row) for row in rows] for rows in (case.q, case.k))
         given = {"pairs": pairs, "slices": [*zip(*ranges, kinds, strict=True)], "sinks": sinks}
         layout = "contiguous" if not pairs.any() else layout_of_mask(pairs, chunks_per_rank=2)  # as its dispatcher
-        mode = {"ulysses_degree": 1, "layout": layout, **MAGI_OVERLAP[overlap]}
-        call = Call(length, mode, heads, batch=1, **given)
-        yield f"{name} {overlap} {heads} random kinds={drawn}", call.found
+        call = Call(length, heads, batch=1, **given)
+        for overlap, options in MAGI_OVERLAP.items():
+            mode = {"ulysses_degree": 1, "layout": layout, **options}
+            yield f"{name} {overlap} {heads} random kinds={drawn}", partial(call.found, mode)
 
 
 # --------------------------------------------------------------------------- ring-flash-attention
@@ -302,9 +307,9 @@ def magi(world: int) -> Iterator[tuple[str, Callable[[], Found]]]:
 RING: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "ring": ({"kv_exchange": "ring"}, None),
     "zigzag_ring": ({"kv_exchange": "ring", "layout": "head_tail"}, None),
-    "ring_varlen": ({"kv_exchange": "ring"}, [0, 8, 80, 264]),
-    "zigzag_ring_varlen": ({"kv_exchange": "ring", "layout": "per_document"}, [0, 8, 80, 264]),
-    "llama3_varlen": ({}, [0, 15, 156, 528]),
+    "ring_varlen": ({"kv_exchange": "ring"}, [0, 8, 32, 88]),
+    "zigzag_ring_varlen": ({"kv_exchange": "ring", "layout": "per_document"}, [0, 8, 32, 88]),
+    "llama3_varlen": ({}, [0, 5, 52, 176]),
 }
 
 
@@ -312,9 +317,9 @@ def ring_flash_attention(world: int) -> Iterator[tuple[str, Callable[[], Found]]
     """Its scripts: five heads, causal, one row; and the same without a mask."""
     for name, (mode, documents) in RING.items():
         for causal in (True, False):
-            length, rows = (documents[-1], [documents]) if documents else (240, None)
-            mode = {**mode, "ulysses_degree": 1}
-            yield f"{name} causal={causal}", Call(length, mode, (5, 5), batch=1, is_causal=causal, documents=rows).found
+            length, rows = (documents[-1], [documents]) if documents else (80, None)
+            call = Call(length, (5, 5), batch=1, is_causal=causal, documents=rows)
+            yield f"{name} causal={causal}", partial(call.found, {**mode, "ulysses_degree": 1})
 
 
 # --------------------------------------------------------------------------- flash-linear-attention
@@ -381,8 +386,8 @@ def fla_conv(width: int, lengths: list[int]) -> Found:
 
 
 def fla_recurrence(channels: bool, lengths: list[int]) -> Found:
-    """Lengths are divided by four: the oracle goes token by token."""
-    ends = [end // 4 for end in bounds(lengths)]
+    """Lengths are divided by eight: the oracle goes token by token."""
+    ends = [end // 8 for end in bounds(lengths)]
     n, mesh = ends[-1], cp_mesh()
     k = F.normalize(normal(1, n, 2, 4), dim=-1)
     decay = F.logsigmoid(normal(1, n, 2, 4) if channels else normal(1, n, 2))
@@ -482,43 +487,47 @@ class FlexLayer(nn.Module):
         return flex_attention(*args, **kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TorchFlex:
-    """One case of ``test_cp_flex_attention_causal_mask`` or ``..._document_mask``; the masks have blocks of 8."""
+    """Cases of ``test_cp_flex_attention_causal_mask`` or ``..._document_mask`` that differ in the balancer only. Masks
+    have blocks of 8."""
 
     length: int
-    balancer: str
     batch: int = 1
-    lengths: list[list[int]] | None = field(default=None, hash=False)
+    lengths: list[list[int]] | None = None
 
-    def found(self) -> Found:
-        mesh, rows = cp_mesh(), self.lengths and [bounds(row) for row in self.lengths]
+    @cached_property
+    def rows(self) -> list[list[int]] | None:
+        return self.lengths and [bounds(row) for row in self.lengths]
+
+    @cached_property
+    def one_device(self) -> tuple[list[Tensor], Tensor, Tensor, tuple[Tensor, ...]]:
+        """Inputs, the output, its log-sum-exp, and the gradients of the inputs."""
         batch = self.batch if self.batch > 1 else 3
         whole = [normal(batch, 2, self.length, 8).add_(i).requires_grad_() for i in range(3)]
-        want, lse = attention_and_lse(*whole, visible=visible_pairs(self.length, True, None, rows))
-        right = torch.autograd.grad(want.sum(), whole)
+        want, lse = attention_and_lse(*whole, visible=visible_pairs(self.length, True, None, self.rows))
+        return whole, want, lse, torch.autograd.grad(want.sum(), whole)
+
+    @cached_property
+    def mask(self) -> BlockMask:
         number = torch.zeros(self.batch, self.length, dtype=torch.int64)
-        for row, ends in enumerate(rows or []):
+        for row, ends in enumerate(self.rows or []):
             for start in ends[1:-1]:
                 number[row, start:] += 1
         causal = lambda b, h, i, j: j <= i  # noqa: E731
         packed = lambda b, h, i, j: (j <= i) & (number[b, i] == number[b, j])  # noqa: E731
-        mask = create_block_mask(
-            packed if rows else causal,
-            self.batch if rows else 1,
-            1,
-            self.length,
-            self.length,
-            device="cpu",
-            BLOCK_SIZE=8,
-        )
+        seen, batch = (packed, self.batch) if self.rows else (causal, 1)
+        return create_block_mask(seen, batch, 1, self.length, self.length, device="cpu", BLOCK_SIZE=8)
+
+    def found(self, balancer: str) -> Found:
+        mesh, (whole, want, lse, right) = cp_mesh(), self.one_device
         layouts = {"None": "contiguous", "HeadTail": "head_tail", "PerDocument": "per_document"}
-        layout = layouts.get(self.balancer) or layout_of_mask(mask, chunks_per_rank=2)
+        layout = layouts.get(balancer) or layout_of_mask(self.mask, chunks_per_rank=2)
         style = ContextParallel(2, 1, 1, layout=layout)
         handler, module = ContextParallelHandler(mesh, style), parallelize_module(FlexLayer(), mesh, style)
-        with handler.documents(rows if layout == "per_document" else None):  # which places tokens by them
+        with handler.documents(self.rows if layout == "per_document" else None):  # which places tokens by them
             local = [handler.dispatch(x.detach(), 2).requires_grad_() for x in whole]
-            out, aux = module(*local, block_mask=mask, return_aux=AuxRequest(lse=True))
+            out, aux = module(*local, block_mask=self.mask, return_aux=AuxRequest(lse=True))
             grads = torch.autograd.grad(out.sum(), local)
             found = [handler.combine(x.detach(), 2) for x in (out, aux.lse, *grads)]
         pairs = zip(("out", "lse", "dq", "dk", "dv"), found, (want, lse, *right), strict=True)
@@ -533,13 +542,17 @@ def random_lengths(rng: random.Random, total: int, count: int) -> list[int]:
 
 
 def torch_flex(world: int) -> Iterator[tuple[str, Callable[[], Found]]]:
-    """Lengths are divided by 8 to 32. (Masks of less than 128 tokens a rank raise there, and are exact here.)"""
+    """Lengths are divided by 8 to 32, and 8 rows are 3. (Masks of less than 128 tokens a rank raise there, and are
+    exact here.)"""
     balancers, rng = ("None", "HeadTail", "PTRR", "PerDocument"), random.Random(10)
-    for length, balancer in product((64, 32, 16), balancers[:3]):
-        yield f"causal {length} {balancer}", TorchFlex(length, balancer).found
-    for batch, length, balancer in product((2, 4, 8), (64, 32), balancers):
-        lengths = [random_lengths(rng, length, 28) for _ in range(batch)]
-        yield f"documents {batch} x {length} {balancer}", TorchFlex(length, balancer, batch, lengths).found
+    for length in (64, 32, 16):
+        cases = TorchFlex(length)
+        for balancer in balancers[:3]:
+            yield f"causal {length} {balancer}", partial(cases.found, balancer)
+    for batch, length in product((2, 4, 3), (64, 32)):
+        cases = TorchFlex(length, batch, [random_lengths(rng, length, 28) for _ in range(batch)])
+        for balancer in balancers:
+            yield f"documents {batch} x {length} {balancer}", partial(cases.found, balancer)
 
 
 def torch_shards() -> Found:
