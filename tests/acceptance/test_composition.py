@@ -41,6 +41,12 @@ def error_of(title: str, edits: Edits = (), **kwargs: Any) -> float:
     return trained(t.setup(title, *edits), **kwargs)
 
 
+@on_ranks
+def error_of_one_layer(title: str, edits: Edits = (), **names: Any) -> float:
+    """The same of a model of one layer."""
+    return trained(t.setup(title, *edits, model=one_layer(t.llama()), **names), prepare=one_layer)
+
+
 def check(ranks: Any, world: int, *args: Any, run: Any = error_of, **kwargs: Any) -> None:
     for error in ranks(world, run, *args, timeout=200, **kwargs):
         assert error <= FP32, error
@@ -144,7 +150,8 @@ def test_fsdp_with_tensor_parallel(ranks: Any) -> None:
 
 @on_ranks
 def fsdp_tp_error() -> float:
-    return trained(t.setup("fsdp and tensor parallel, 8 ranks", tp_plan=t.tp_plan(sequence_parallel=True)))
+    plan = t.tp_plan(sequence_parallel=True)
+    return error_of_one_layer("fsdp and tensor parallel, 8 ranks", tp_plan=plan)
 
 
 def test_ddp(ranks: Any) -> None:
@@ -200,7 +207,7 @@ def test_compiled_whole_with_tensor_parallel(ranks: Any) -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_with_fsdp(ranks: Any) -> None:
-    check(ranks, 2, "compiled blocks and fsdp, 4 ranks", ((r"\(2, 2\)", "(1, 2)"),))
+    check(ranks, 2, "compiled blocks and fsdp, 4 ranks", ((r"\(2, 2\)", "(1, 2)"),), run=error_of_one_layer)
 
 
 @on_ranks
@@ -210,7 +217,7 @@ def checkpointed_error(inside: bool) -> float:
     compiled = "torch.compile({}, fullgraph=True, backend=backend)"
     edit = (compiled.format(wrapped) if inside else wrapped.format(compiled)).format("block") + "\n"
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=inside):
-        return error_of(SELECTIVE, ((r"checkpoint_wrapper\(block, .*?\n", edit), (r"\(4,\)", "(2,)"), RING))
+        return error_of_one_layer(SELECTIVE, ((r"checkpoint_wrapper\(block, .*?\n", edit), (r"\(4,\)", "(2,)"), RING))
 
 
 @pytest.mark.slow
