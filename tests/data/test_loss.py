@@ -548,7 +548,7 @@ def compiled_checkpoints(way: str, layout: str) -> float:
     if way == "inside":
         run: Any = torch.compile(lambda *given: checkpoint(loss, *given, use_reentrant=False), backend="aot_eager")
     else:
-        graph = torch.compile(loss, backend="eager", fullgraph=True)
+        graph = torch.compile(loss, backend="aot_eager", fullgraph=True)
         run = partial(checkpoint, graph, use_reentrant=False)
     worst = 0.0
     for length in (17, 16, 19):
