@@ -168,7 +168,6 @@ def test_measurements_replace_the_profile(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------- impossible input
 
-NO_CONFIG = {"layers": 2, "heads": 4}
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("ulysses_degree=5 does not divide the 32 query heads", {"ulysses_degree": 5}),
     ("ulysses_degree=16 divides no cp size", {"ulysses_degree": 16}),
