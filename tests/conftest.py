@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.harness import npu_device, npu_standin
 from tests.harness.ranks import Ranks
 
+gc.disable()  # until all tests are collected: modules and tests stay
 torch.set_num_threads(1)  # as each rank does: threads of several processes would wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"  # and scripts that tests start
 with suppress(AttributeError, OSError):  # Linux has it, and some containers forbid it
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 50, 50)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.modes import unseen
-from .._torch.modules import calls_running, hook_owners, is_compiled, plan_being_applied, running_modules
+from .._torch.modules import (
+    calls_running,
+    hook_owners,
+    is_compiled,
+    is_running,
+    plan_being_applied,
+    running_modules,
+)
 from ..schedule.documents import read
 from ..schedule.layout import by_documents
 from ..schedule.lookup import resolve
@@ -289,32 +296,36 @@ class FirstForward(EnteredMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and calls_running(self.model.root):
+        if not torch.compiler.is_compiling():
             self._inspect(func, args, kwargs)
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
 
     def _inspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        spelling = attention_calls.spelled(func)
-        if spelling is None and not self.warned:
-            self._warn_of_local_positions(func, (*args, *kwargs.values()))
-        if not self.known and getattr(func, "__name__", "") in MIXING_CALLS and running_mixer() is None:
+        spelling, caller = attention_calls.spelled(func), next(running_modules(), self.model.root)
+        counts = spelling is None and not self.warned and takes_positions(func, caller)
+        mixes = not self.known and getattr(func, "__name__", "") in MIXING_CALLS and running_mixer() is None
+        # All frames are walked for few functions only.
+        if not (spelling or counts or mixes) or not is_running(self.model.root):
+            return
+        if counts:
+            self._warn_of_local_positions(caller, (*args, *kwargs.values()))
+        if mixes:
             self._warn_of_mixing(func, args, kwargs)
         if spelling is None or current_call() is not None:
             return
         length = _self_attention(func, args, kwargs)
         if length == 0:
             return
-        caller = next(iter(running_modules()), self.model.root)
         name = self.model.names.get(id(caller), "")
         if not self.model.allows(name):
             self._add(caller, name, spelling, length, _NOT_REPLACED if self.known else _NO_KEYS)
 
     def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuse a recurrence, or a convolution, that no mixer routes, if it may be over this rank's share."""
-        if not calls_running(self.model.root):  # a KeyboardInterrupt ended the forward without its hooks
+        if not is_running(self.model.root):  # a KeyboardInterrupt ended the forward without its hooks
             return
         length = next((x.shape[-1 if name in LAST else 1] for x in args if isinstance(x, Tensor) and x.ndim > 2), None)
-        caller = next(iter(running_modules()), self.model.root)
+        caller = next(running_modules(), self.model.root)
         if not self.model.allows(place := self.model.names.get(id(caller), "")):
             self._add(caller, place, name, length, _NO_STATES)
 
@@ -322,12 +333,9 @@ class FirstForward(EnteredMode):
         self.unrouted.append((name, f"module {name!r} ({type(caller).__name__}) calls {function}", length, end))
         self._refuse_unrouted()
 
-    def _warn_of_local_positions(self, func: Any, inputs: Iterable[Any]) -> None:
+    def _warn_of_local_positions(self, caller: nn.Module, inputs: Iterable[Any]) -> None:
         """Warn if a table of positions is read, or a rotary embedding made, at 0 to S/n - 1 on a rank that holds other
         ones. (The host waits for these values, in the first forward only.)"""
-        caller = next(iter(running_modules()), self.model.root)
-        if not takes_positions(func, caller):
-            return
         binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
         if any(type(x) is Tensor and counts_locally(x, binding) for x in inputs):
             self.warned = True

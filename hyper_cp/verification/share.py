@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Positions:
         """Rows of this rank."""
         return len(self.at)
 
-    @property
+    @cached_property
     def first(self) -> bool:
         """True if this rank holds positions 0, 1, 2, ...: positions that are counted locally are right here."""
         return torch.equal(self.at, torch.arange(self.local, device="cpu"))

@@ -93,7 +93,7 @@ def test_twenty_steps(ranks: Any) -> None:
         assert f"{kind}: " in found[0][1]
 
 
-SECONDS = 2.0
+SECONDS = 1.0
 
 
 @pytest.mark.slow

@@ -99,6 +99,8 @@ def walked(of_gpus: bool, module: str, given: list[str]) -> tuple[int, str]:
         mock.patch.object(torch, "npu", npu_device.MODULE, create=True),
         mock.patch.object(torch, "tensor", npu_device.tensor),
         mock.patch.multiple(timing, CACHE=1, WARM_UPS=1),
+        mock.patch.object(timing.seconds_in_turns, "__defaults__", (2, lambda: None)),  # rounds, and what comes before
+        mock.patch.object(speeds, "SMALL_ROUNDS", 2),
         mock.patch.object(speeds.Sizes, "of", lambda *_: SIZES_OF_SPEEDS),
         mock.patch.object(tiles, "TILES", ONE_OF_EACH_KIND if of_gpus else EVERY_KIND),
         mock.patch.object(tiles, "LAYOUTS", dict([*tiles.LAYOUTS.items()][::3])),

@@ -6,6 +6,10 @@ from contextlib import suppress
 
 import torch
 
+from hyper_cp.module.mixers.calls import route_loaded
+
+gc.disable()  # imports make millions of objects, which stay
+
 for name in (
     "numpy",
     "pytest",
@@ -34,9 +38,13 @@ with torch.no_grad():
     torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.ones(2))
 torch._dynamo.reset()
 
+# The first forward of a styled model searches all loaded files. In a rank it would copy their pages to count references.
+route_loaded()
+
 # These objects remain alive: the collector of a rank need not visit them, nor copy their pages.
 gc.collect()
 gc.freeze()
 # What a job makes lives as long as the job. A compilation makes millions of objects, which the collector would visit
 # again and again.
 gc.set_threshold(200_000, 50, 50)
+gc.enable()
