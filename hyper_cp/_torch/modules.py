@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
@@ -55,7 +56,8 @@ def modules_of_hooks(module: nn.Module) -> list[str]:
     """The names of the Python modules that the hooks of a module's forward and of its backward come from."""
     forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     hooks = [*forward, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-    owners = [getattr(hook, "__self__", hook) for hook in hooks]
+    plain = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    owners = [getattr(hook, "__self__", hook) for hook in plain]
     return [str(getattr(owner, "__module__", type(owner).__module__)) for owner in owners]
 
 

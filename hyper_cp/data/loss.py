@@ -30,13 +30,15 @@ def mean_loss(
     ignore_index: int,
     mask: Tensor | None,
     gradients: str,
+    copies: int = 1,
     check: Callable[[float], None] | None = None,
     check_ranks: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced.
 
     ``per_token`` makes losses of hidden states, and returns others as they are; ``check`` takes the number (or weight)
-    of tokens where the host does not wait for it, and ``check_ranks`` those of all ranks.
+    of tokens where the host does not wait for it, and ``check_ranks`` those of all ranks. ``copies``: the number of
+    ranks that hold the same tokens, of which no gradients are added up.
     """
     check_gradients(gradients)
     check_ignore_index(ignore_index)
@@ -59,12 +61,12 @@ def mean_loss(
             )
     if check_ranks is not None:
         check_ranks(of_ranks[:, 1])
-    sums = of_ranks.sum(0)
+    sums = of_ranks.sum(0) / copies
     if check is not None and of_ranks.device.type == "cpu":
         check(sums[1].item())
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
-    factor = mesh.size() if gradients == "mean" else 1
+    factor = mesh.size() / copies if gradients == "mean" else 1
     mean, share = sums[0] / tokens, total.to(exact)
     if count.requires_grad:  # weights that are learned change the number of tokens, too
         share = share - mean * count.to(exact)

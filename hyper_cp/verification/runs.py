@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 from .._torch.modules import buffers_of, hook_owners
 from ..data.batch import TOKENS, LocalBatch
@@ -54,6 +53,17 @@ class RecordingHandler(ContextParallelHandler):
         if self.sequence is None or self.sequence[0] == tensor.shape[seq_dim]:
             self.sequence = tensor.shape[seq_dim], documents
         return share
+
+
+class OneDeviceHandler(ContextParallelHandler):
+    """The handler of a run on one device, which all ranks of the cp mesh that is verified make alike."""
+
+    def __init__(self, alone: DeviceMesh, style: ContextParallel | str, verified: DeviceMesh) -> None:
+        super().__init__(alone, style)
+        self._verified = set(verified.mesh.flatten().tolist())
+
+    def _copies(self, mesh: DeviceMesh) -> int:
+        return len(self._verified & set(mesh.mesh.flatten().tolist()))
 
 
 @dataclass
@@ -134,11 +144,11 @@ class Runs:
             stack.enter_context(restore_model_state(model, self.mesh.device_type))
             if bindings(model):
                 stack.enter_context(context_parallel_mesh(model, self.alone))
-            handler = ContextParallelHandler(self.alone, self.style)
+            handler = OneDeviceHandler(self.alone, self.style, self.mesh)
             if self.documents and not like.documents:  # the run that should be right must have them
                 stack.enter_context(handler.documents(_read(handler, self.batch)))
             if exact:
-                stack.enter_context(_WithoutAutocast(self.mesh.device_type))
+                stack.enter_context(_without_autocast(self.mesh.device_type))
             traffic = stack.enter_context(record_traffic())
             trace = self._run(model, handler, like, exact)
         sent = max((size for _, size in traffic.entries), default=0)
@@ -210,18 +220,23 @@ class Runs:
         return handler.mean_loss(_weighted(first, at.to(first.device)), mask=_counted(first, at, known))
 
 
-class _WithoutAutocast(TorchFunctionMode):
-    """While entered, every function computes in the dtypes of its arguments, also inside autocast."""
+@contextmanager
+def _without_autocast(device_type: str) -> Iterator[None]:
+    """Turn autocast off, also that which code in the block turns on, so that a recompute finds it off, too. (Blocks of
+    other threads are off meanwhile.)"""
+    begin = torch.autocast.__enter__
 
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self.device_type = device_type
+    def enter(self: torch.autocast) -> Any:
+        entered = begin(self)
+        torch.set_autocast_enabled(self.device, False)  # its end restores what was before
+        return entered
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch.autocast(self.device_type, enabled=False):
-            return func(*args, **(kwargs or {}))
+    with torch.autocast(device_type, enabled=False):
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.autocast.__enter__ = begin  # type: ignore[method-assign]
 
 
 def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hyper_cp import ContextParallel, latents_and_weight
+from hyper_cp import ContextParallel, latents_and_weight, verify
 from hyper_cp.mesh import comm
 from hyper_cp.mesh.cp_mesh import view
 from hyper_cp.ops import SAVE_LIST, attention, latent_attention
@@ -535,6 +536,27 @@ def test_a_style_names_the_layer_that_expands(ranks: Any, per_head: bool, bias: 
     for error, sent in ranks(2, layer_errors, per_head, bias, selective):
         assert error < FP64
         assert sent == 3 * 2 * 8 * numbers * 8  # latents, again in backward, and their gradients
+
+
+@on_ranks
+def verified(selective: bool) -> tuple[bool, str, int]:
+    """The report of ``verify`` on a checkpointed layer, and the bytes that it sent over the ring."""
+    case, mesh = LatentCase(16, True), cp_mesh()
+    model = nn.Sequential(parallelize_module(Expands(case), mesh, ContextParallel(**FROM_LAYER)))
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, SAVE_LIST)} if selective else {}
+    model[0] = checkpoint_wrapper(model[0], **contexts)
+    x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with comm.record_traffic() as log:
+        report = verify(model, mesh, [x])
+    return report.ok, str(report), sum(n for name, n in log.entries if name == "send_recv")
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_verify_runs_what_a_training_runs(ranks: Any, selective: bool) -> None:
+    """Its hooks on the layer that expands are no reason to send heads, whose recompute would send latents."""
+    for ok, report, sent in ranks(2, verified, selective):
+        assert ok, report
+        assert sent == (3 if selective else 4) * 2 * 8 * (RANK + LatentCase(16).dim - PLAIN) * 8
 
 
 @on_ranks

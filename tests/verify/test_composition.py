@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import Partial
 
 from hyper_cp import verify
@@ -88,6 +89,26 @@ def test_wrapped_models(title: str, reduced: dict[str, str] | None, ranks: Any) 
         assert ok and compared > 60, text
 
 
+@on_ranks
+def summed_over_a_mesh(wrapped: bool) -> Summary:
+    """A step whose loss names a mesh, and has gradients for a sum over its ranks, which DDP does not make."""
+    mesh = cp_mesh()
+    model = planted.styled(mesh)
+
+    def loss_fn(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        loss: Tensor = handler.mean_loss(*planted.forward(model, batch, handler), mesh=mesh, gradients="sum")
+        return loss
+
+    given, reduced = (nn.parallel.DistributedDataParallel(model), "mean") if wrapped else (model, "sum")
+    return summary(verify(given, mesh, planted.whole_batch(), loss_fn=loss_fn, gradients=reduced))
+
+
+def test_a_loss_may_name_the_mesh_of_its_gradients(ranks: Any) -> None:
+    for right, wrong in zip(ranks(2, summed_over_a_mesh, False), ranks(2, summed_over_a_mesh, True), strict=True):
+        assert right[0], right[3]
+        assert not wrong[0] and wrong[2] == "factor", wrong[3]
+
+
 HALF_WRONG = {
     "local table": ("blocks.0", "positions"),
     "unrouted": ("blocks.1.extra.inner", "attention"),
@@ -101,7 +122,8 @@ HALF_WRONG = {
 
 @on_ranks
 def half(dtype: torch.dtype, faults: list[str]) -> list[Summary]:
-    """Right and wrong models in half precision, a wrong loss, and a right model under autocast."""
+    """Right and wrong models in half precision, a wrong loss, and a right model under autocast, with packed documents
+    and checkpoints."""
     mesh, style = cp_mesh(), {"ulysses_degree": 1, "layout": "head_tail"}
     models = [planted.styled(mesh, fault, dtype, **style) for fault in ("", *faults)]
     found = [summary(verify(model, mesh, planted.whole_batch(), loss_fn=planted.loss_fn)) for model in models]
@@ -112,7 +134,10 @@ def half(dtype: torch.dtype, faults: list[str]) -> list[Summary]:
             return planted.loss_fn(model, batch, handler)
 
     model = planted.styled(mesh, "", torch.float32, **style)
-    return [*found, summary(verify(model, mesh, planted.whole_batch(), loss_fn=with_autocast))]
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    batch = planted.whole_batch(documents=[0, 9, planted.LENGTH])
+    return [*found, summary(verify(model, mesh, batch, loss_fn=with_autocast))]
 
 
 @pytest.mark.slow
