@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import dropwhile, islice
 from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
@@ -30,6 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 # The frame of a module's call, which tells a call that is over from one that is running.
 _CALL = nn.Module._call_impl.__code__
+_MODE = "__torch_function__"
+LIBRARY = __name__.partition(".")[0]
 
 
 def hook_owners(module: nn.Module) -> list[Any]:
@@ -77,6 +79,16 @@ def _frames() -> Iterator[FrameType]:
 def frames_of(code: CodeType, depth: int | None = None) -> Iterator[FrameType]:
     """The Python frames of this thread that run ``code``, innermost first. ``depth``: of the innermost ones only."""
     return (frame for frame in islice(_frames(), depth) if frame.f_code is code)
+
+
+def called_by_library() -> bool:
+    """True if the library itself makes the call that a mode of functions sees: it knows what it does. (The demo's model
+    is a user's model.)"""
+    for frame in dropwhile(lambda frame: frame.f_code.co_name != _MODE, _frames()):
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name != _MODE and module.partition(".")[0] != "torch":
+            return bool(module.startswith(f"{LIBRARY}.") and not module.startswith(f"{LIBRARY}.cli."))
+    return False
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -106,7 +106,9 @@ def register(mesh: CPMesh) -> CPMesh:
     """Let custom ops find ``mesh`` by its key; drop meshes whose groups are gone."""
     for key in [k for k, m in _BY_KEY.items() if not m.alive()]:
         del _BY_KEY[key]
-    _VIEWS.clear()
+    # The others stay: checking a mesh again would be an operator in a recompute that its forward did not run.
+    for seen in [k for k, (m, cp) in _VIEWS.items() if m() is None or not cp.alive()]:
+        del _VIEWS[seen]
     _BY_KEY[mesh.key] = mesh
     return mesh
 

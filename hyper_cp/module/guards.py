@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.modes import unseen
 from .._torch.modules import (
+    called_by_library,
     calls_running,
     hook_owners,
     is_compiled,
@@ -126,7 +127,7 @@ def _mixing_call(
     """The row of a function that mixes positions of a share, the module that calls it, and both in words; None for
     other calls, for which no model is looked up, and in modules that are exempted."""
     row = row_of_call(func.__name__, args, kwargs, lengths)
-    if row is None or not (row.refused or row.warned):
+    if row is None or not (row.refused or row.warned) or called_by_library():
         return None
     model, caller = find_model(), next(iter(running_modules()), None)
     name = model.names.get(id(caller), "") if model else ""

@@ -26,12 +26,10 @@ def window_ends(counted: Tensor, every: int) -> tuple[Tensor, Tensor]:
     """The index of each position that ends a window, in order, ``[rows, m]``; and False where a row has fewer than the
     m of the row with the most."""
     ends = (counted + 1) % every == 0
-    slots = ends.cumsum(1) - 1
-    most = int(slots[:, -1].max()) + 1
-    row, column = ends.nonzero(as_tuple=True)
-    found = torch.zeros(len(ends), most, dtype=torch.int64, device="cpu")
-    there = torch.zeros_like(found, dtype=torch.bool)
-    found[row, slots[row, column]], there[row, slots[row, column]] = column, True
+    numbers = ends.sum(1)
+    there = torch.arange(int(numbers.max()), device="cpu") < numbers.unsqueeze(1)
+    found = torch.zeros_like(there, dtype=torch.int64)
+    found[there] = ends.nonzero(as_tuple=True)[1]  # both in the order of rows
     return found, there
 
 

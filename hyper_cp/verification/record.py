@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from .._torch.modules import hook_owners
+from .._torch.modules import called_by_library, hook_owners
 from ..data.collectives import by_rank
 from ..handler import ContextParallelHandler
 from ..module import attention_calls
@@ -227,7 +226,7 @@ class Recorder(TorchFunctionMode):
         with suppress(RuntimeError):  # values cannot be read in transforms of functions, and need not be
             # Without context parallelism only random numbers matter.
             found = suspicious(func, args, kwargs, out, self.positions() if self.like is None else None)
-            if found is not None and not _called_by_library(inspect.currentframe()):
+            if found is not None and not called_by_library():
                 self._observe(*found)
         return out
 
@@ -268,7 +267,6 @@ def _carries_documents(named: dict[str, Any]) -> bool:
 
 DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 RANDOM = {"bernoulli", "bernoulli_", "rand_like", "randn_like", "rand", "randn"}
-LIBRARY = __name__.partition(".")[0]
 
 
 def suspicious(
@@ -334,17 +332,6 @@ def _pad(x: Any, out: Any, pad: Any, local: int) -> tuple[str, str] | None:
         if size == local and before == -after != 0:
             return "shift", f"pad moves the {local} local positions by {before}"
     return None
-
-
-def _called_by_library(frame: FrameType | None) -> bool:
-    """True if the library itself makes a call: it knows what it does. (The demo's model is a user's model.)"""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        routing = frame.f_code.co_name == "__torch_function__"  # a mode hands on what somebody else has called
-        if not routing and module.partition(".")[0] != "torch":
-            return bool(module.startswith(f"{LIBRARY}.") and not module.startswith(f"{LIBRARY}.cli."))
-        frame = frame.f_back
-    return False
 
 
 # --------------------------------------------------------------------------- sums over tensor-parallel ranks

@@ -38,7 +38,7 @@ with torch.no_grad():
     torch.compile(lambda x: x.sin(), backend="aot_eager")(torch.ones(2))
 torch._dynamo.reset()
 
-# The first forward of a styled model searches all loaded files; in a rank it would copy their pages, to count references.
+# The first forward of a styled model searches all loaded files. A rank would copy their pages, to count references.
 route_loaded()
 
 # These objects remain alive: the collector of a rank need not visit them, nor copy their pages.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hyper_cp.mesh import cp_mesh
+from hyper_cp.ops import SAVE_LIST, attention
 from tests.harness.ranks import on_ranks
 
 
@@ -37,6 +43,35 @@ def found_by_identity() -> list[bool]:
 
 def test_views_are_found_by_identity(ranks: Any) -> None:
     assert ranks(4, found_by_identity) == [[True] * 3] * 4
+
+
+class Attends(nn.Module):
+    """A layer that passes its mesh to attention."""
+
+    def __init__(self, mesh: DeviceMesh, degree: int | None) -> None:
+        super().__init__()
+        self.mesh, self.degree, self.qkv = mesh, degree, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        out = attention(q, k, v, mesh=self.mesh, is_causal=True, ulysses_degree=self.degree)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+@on_ranks
+def recomputed_after_a_new_view() -> bool:
+    """A first step of checkpoints that refuse operators which their forward did not run."""
+    contexts = partial(create_selective_checkpoint_contexts, SAVE_LIST)
+    cp_mesh.view(mesh := mesh_of(2))  # as a handler has made it
+    layers = [checkpoint_wrapper(Attends(mesh, degree), context_fn=contexts) for degree in (None, 1)]
+    model = nn.Sequential(*layers)
+    model(torch.ones(1, 4, 8)).sum().backward()
+    return all(p.grad is not None for p in model.parameters())
+
+
+def test_a_new_view_leaves_the_others_known(ranks: Any) -> None:
+    """Checking a mesh again makes tensors."""
+    assert ranks(2, recomputed_after_a_new_view) == [True, True]
 
 
 @on_ranks

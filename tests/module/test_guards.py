@@ -21,6 +21,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.module.guards import refuse_mixing
 from hyper_cp.module.mixing import mixing, row_of_call
 from hyper_cp.module.model import Model
+from hyper_cp.ops import gather_windows, windows
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import error_of, on_ranks
@@ -424,6 +425,12 @@ class ByHand(nn.Module):
         return x
 
 
+def pooled(x: Tensor) -> Tensor:
+    """The means of four rows each, of all ranks; where windows end is counted by a sum along the share."""
+    means = windows(x, range(3, -1, -1), every=4, mesh=cp_mesh()).mean(2)
+    return gather_windows(means, every=4, length=16, mesh=cp_mesh())
+
+
 @on_ranks
 def by_hand(block: bool) -> dict[str, list[int]]:
     """Warnings of two forwards."""
@@ -460,6 +467,7 @@ def by_hand(block: bool) -> dict[str, list[int]]:
     if not block:  # which refuses it
         calls["conv1d"] = lambda x: F.conv1d(F.pad(x, (2, 0)), torch.zeros(1, 4, 3))
         calls["group_norm"] = lambda x: F.group_norm(x, 1)
+        calls["right: windows"] = lambda x: pooled(x.mT)
     return {name: of(call) for name, call in calls.items()} | {"right: allowed": of(calls["cumsum"], ("mixing",))}
 
 
