@@ -227,7 +227,8 @@ class DynamicContextParallel:
             d is d adjacent ranks from a multiple of d. Groups nest if each degree divides the next one, and then
             nobody waits for another rank inside a step; otherwise waiting is part of the plan.
         layout: of the sequence on the ranks; determines which lengths split evenly. The costs assume that the
-            ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only.
+            ranks of a group have equal work, which under ``"contiguous"`` is true of pure Ulysses only. For styles with
+            ``load_balance=True`` pass ``"head_tail"``: they cut shares into halves, too.
         slack: share of the step time by which a plan may be slower than the fastest and still be preferred for being
             narrower: it communicates less, and the cost model may not include all of that.
         in_steps: True if all ranks begin each micro-batch together, as FSDP2 makes them if it gathers parameters in
