@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from .._torch import checkpoint
-from .._torch.modules import numbered_alike
 from ..data.collectives import by_rank, with_gradient_of
 from ..data.loss import check_gradients
 from ..handler import ContextParallelHandler
@@ -426,11 +425,9 @@ class _Stage:
                     name = next(name for name, x in block.named_modules() if x is module)
                     hook = partial(self.before_attention, self.family.stream(name))
                     found.warned = True  # keys of other tokens than the queries are those that the family has
-                    with numbered_alike(module):
-                        module.register_forward_pre_hook(hook, with_kwargs=True)
+                    module.register_forward_pre_hook(hook, with_kwargs=True)
                 elif found is not None:
-                    with numbered_alike(module):
-                        module.register_forward_pre_hook(self.before_prompt, with_kwargs=True)
+                    module.register_forward_pre_hook(self.before_prompt, with_kwargs=True)
         if blocks:
             blocks[-1].register_forward_hook(self.gather)
 
