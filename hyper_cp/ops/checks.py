@@ -59,6 +59,7 @@ def check(
         check_grouped(q.shape[1], kv_heads)
     else:
         check_shards((q.shape[1], q.shape[2]), (kv_heads, k.shape[2]), cp, mode, call.documents)
+    check_places(call.name, cp, mode.layout, call.documents)
     hides = call.documents is not None or call.mask is not None or call.score is not None
     share = q.shape[2] // (cp.ulysses.size if exchanged else 1)
     cp.batch.record_call(share, mode.layout if hides or call.is_causal or mode.window else None, cp.size)
@@ -479,6 +480,23 @@ def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, given: Any, name: str) -
     if given is None and not isinstance(mesh, CPMesh):
         return cp.batch.documents_of_call(name)
     return documents.documents_table(given)
+
+
+def check_places(name: str, cp: CPMesh, layout: str, table: Tensor | None) -> None:
+    """Raise ``ValueError`` for documents of a call that have not placed the tokens of the batch in whose block it is
+    made, in a layout that places tokens by documents."""
+    if torch.compiler.is_compiling() or table is None or cp.size == 1 or not layouts.by_documents(layout):
+        return
+    placing, given = documents.read(cp.batch.documents_in_block), documents.read(table)
+    if placing is None or given is None or placing.rows == given.rows:
+        return
+    shown, batch = ([list(row) for row in x.rows] for x in (given, placing))
+    raise ValueError(
+        f"{name}: documents={shown} are not those of the batch in whose block it is called, {batch}. By these "
+        f"layout={layout!r} has placed the tokens, and by others they would be taken for tokens of other positions. "
+        'Leave documents= out, or use layout="head_tail" or "contiguous", in which a call may have documents of its '
+        "own. For another sequence enter the block of its batch"
+    )
 
 
 def check_head_weights(name: str, q: Tensor, weights: Tensor | None) -> None:

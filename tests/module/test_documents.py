@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -16,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh
 from hyper_cp._torch import checkpoint as checkpoint_seam
+from hyper_cp.ops import attention, linear_recurrence, select_keys, windows
 from tests.harness.attention_case import FP64, cp_mesh, inputs
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 Style = dict[str, Any]
 SEQ = 24
@@ -132,6 +134,38 @@ def by_documents(style: Style) -> dict[str, float]:
 @pytest.mark.parametrize("style", BY_DOCUMENTS, ids=str)
 def test_layouts_by_document_through_the_style(ranks: Any, style: Style) -> None:
     for found in ranks(4 if style["ulysses_degree"] == 2 else 2, by_documents, style):
+        assert max(found.values()) <= FP64, found
+
+
+@on_ranks
+def of_a_call(style: Style) -> dict[str, float]:
+    """Errors of calls with documents of their own in the block of a batch: its own in another form, and others, which
+    must raise."""
+    module, handler = styled(Attending(), style)
+    options: Any = {"mesh": cp_mesh(), "layout": handler.layout, "documents": SECOND}
+    whole = torch.randn(2, 4, SEQ, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    want = plain_attention(whole * 1.5, whole, whole, visible=visible_pairs(SEQ, True, None, [FIRST]))
+    batch = handler.get_batch_on_this_cp_rank({"x": whole, "cu_seqlens": torch.tensor(FIRST)}, {"x": 2})
+    with handler.documents(batch):
+        x = batch["x"]
+        rows = x.transpose(1, 2)
+        calls: dict[str, Callable[[], Any]] = {
+            "module .*": lambda: module(x, x, x, documents=[FIRST, SECOND]),
+            "attention": lambda: attention(x, x, x, is_causal=True, **options),
+            "select_keys": lambda: select_keys(x, x[:, :1], topk=2, **options),
+            "windows": lambda: windows(rows.flatten(2), [1], **options),
+            "linear_recurrence": lambda: linear_recurrence(rows, rows, rows, -rows[..., 0].abs(), **options),
+        }
+        words = "documents=.* are not those of the batch in whose block it is called"
+        check_errors([errors_of({f"{name}: {words}": call for name, call in calls.items()})])
+        found = {"equal": handler.combine(module(x, x, x, documents=[FIRST, FIRST]), 2)}
+    found["behind"] = handler.combine(module(x, x, x, documents=FIRST), 2, documents=FIRST)
+    return {name: relative_error(out, want) for name, out in found.items()}
+
+
+@pytest.mark.parametrize("style", BY_DOCUMENTS[:2], ids=str)
+def test_documents_of_a_call_are_those_that_have_placed_its_tokens(ranks: Any, style: Style) -> None:
+    for found in ranks(2, of_a_call, style):
         assert max(found.values()) <= FP64, found
 
 

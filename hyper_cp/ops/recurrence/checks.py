@@ -8,7 +8,7 @@ from torch import Tensor
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import documents as packed
 from ...schedule import layout as layouts
-from ..checks import check_dtype, check_local
+from ..checks import check_dtype, check_local, check_places
 from ..differentiable import refuse_forward_mode
 
 
@@ -87,3 +87,4 @@ def check_layout_of(name: str, cp: CPMesh, layout: str, documents: Tensor | None
             f"{name}: layout={layout!r} places tokens by document, but no documents are given. Without them it is not "
             "determined what each rank holds. Pass documents= ([0, S] for one document)"
         )
+    check_places(name, cp, layout, documents)
