@@ -368,7 +368,7 @@ class SplitCache:
         whole, ranks = share * self.cp.size, self.cp.size
         if length < ranks:
             raise ValueError(
-                f"the prompt has {length} tokens, and the {self.cp} {ranks} ranks. A rank without a token has no part "
+                f"the prompt has {length} tokens, fewer than the {self.cp}. A rank without a token has no part "
                 "of the cache. Use fewer ranks (context_parallel_mesh), or append short prompts on every rank"
             )
         if not 0 < length <= whole:

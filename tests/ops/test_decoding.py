@@ -325,7 +325,7 @@ WRONG = {
     "window": "window=(4, 2) of a cache reaches 2 positions to the right. New tokens are causal",
     "documents": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
     "block": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
-    "short": "the prompt has 1 tokens, and the cp mesh of 2 ranks",
+    "short": "the prompt has 1 tokens, fewer than the cp mesh of 2 ranks",
     "length": "length=9 is not that of a prompt of which 2 ranks hold 4 positions each",
     "mask": "attention_mask is torch.float32 (2, 8)",
     "values": "SplitCache.fill: key is torch.float64 (2, 2, 4, 8) and value torch.float64 (2, 1, 4, 8)",
