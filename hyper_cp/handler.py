@@ -477,18 +477,11 @@ class ContextParallelHandler(Shares):
         def per_token(given: Tensor) -> Tensor:
             return token_losses(given, labels, head, logits)
 
-        options: Any = {
-            "ignore_index": ignore_index,
-            "mask": mask,
-            "gradients": gradients,
-            "copies": self._copies(whole),
-        }
+        options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
+        if not torch.compiler.is_compiling() and self.cp.batch.verified:
+            options["copies"] = self.cp.batch.copies(loss.ranks_of(whole))
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
         return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)
-
-    def _copies(self, mesh: DeviceMesh) -> int:
-        """The number of ranks of ``mesh`` that hold the tokens of this rank, too."""
-        return 1
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
         """Return the largest attention logit of each head of each module since the last call of this method, for

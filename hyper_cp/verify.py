@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from .data.loss import check_gradients
 from .handler import ContextParallelHandler
@@ -68,8 +66,8 @@ def verify(
             ``labels`` (unshifted), or without labels a weighted sum of the output. A prepared Hugging Face model runs
             through ``prepare_batch``; on one device it computes attention by itself, unless the batch is packed.
         rtol: the relative tolerance. Default 1e-4, in fp64 1e-6. In bf16 and fp16 the error against a copy of the model
-            in fp32 may be three times that of one device. (Models under FSDP and DDP cannot be copied. Their tolerance
-            is 4 times the machine epsilon, of norms.)
+            in fp32 may be three times that of one device. (Models under FSDP and DDP cannot be copied, nor those with a
+            function in place of a forward. Their tolerance is 4 times the machine epsilon, of norms.)
         atol: the absolute tolerance that is added. Default 0.
         gradients: the reduction over cp ranks that your training loop makes after backward: ``"mean"`` or ``"sum"``. It
             is made here too, except for parameters that FSDP or DDP have reduced over the cp ranks. Without ``loss_fn``
@@ -94,13 +92,7 @@ def verify(
     parallel = runs.parallel()
     one = runs.whole(parallel)
     kind = coarsest(one)
-    exact = None
-    if (
-        rtol is None
-        and kind in HALF
-        and not any(isinstance(m, (FSDPModule, DistributedDataParallel)) for m in model.modules())
-    ):
-        exact = runs.whole(parallel, exact=True)
+    exact = runs.exact(parallel, one) if rtol is None and kind in HALF else None
     tolerance = Tolerance(TOLERANCES[kind] if rtol is None else rtol, atol or 0.0, norms=kind in HALF)
     return conclude(parallel, one, exact, mesh, runs.length, tolerance, runs.documents)
 

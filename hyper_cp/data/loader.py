@@ -45,7 +45,7 @@ def local_batches(
             local.weight, local.last = local.weights[0], number == len(group)
             numbers: Any = ()
             if counts is not None and device.type == "cpu":  # all ranks of a cp mesh have counted the same labels
-                numbers = (counts[number - 1] // (cp.size if more else 1)).tolist()
+                numbers = (counts[number - 1] // (cp.size * cp.batch.copies(ranks) if more else 1)).tolist()
             local.counted = cp.batch.counted = Counted(ranks, tuple(numbers))
             yield local
     if kinds is not None:  # ranks that have another group would wait for this one

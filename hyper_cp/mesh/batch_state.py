@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -97,6 +98,12 @@ class BatchState:
         self.counted = Counted()
         """That of the last batch."""
         self.warned_of_counts = False
+        self.verified: frozenset[int] = frozenset()
+        """In a run of ``verify`` on one device, the ranks that run the same batch, each on a mesh of its own."""
+
+    def copies(self, ranks: Sequence[int]) -> int:
+        """The number of these ranks, over which tokens are counted, that run one batch without sharing it."""
+        return len(self.verified.intersection(ranks)) or 1
 
     # ------------------------------------------------------------------ blocks
 

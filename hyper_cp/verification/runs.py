@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,17 +55,6 @@ class RecordingHandler(ContextParallelHandler):
         if self.sequence is None or self.sequence[0] == tensor.shape[seq_dim]:
             self.sequence = tensor.shape[seq_dim], documents
         return share
-
-
-class OneDeviceHandler(ContextParallelHandler):
-    """The handler of a run on one device, which all ranks of the cp mesh that is verified make alike."""
-
-    def __init__(self, alone: DeviceMesh, style: ContextParallel | str, verified: DeviceMesh) -> None:
-        super().__init__(alone, style)
-        self._verified = set(verified.mesh.flatten().tolist())
-
-    def _copies(self, mesh: DeviceMesh) -> int:
-        return len(self._verified & set(mesh.mesh.flatten().tolist()))
 
 
 @dataclass
@@ -145,7 +135,9 @@ class Runs:
             stack.enter_context(restore_model_state(model, self.mesh.device_type))
             if bindings(model):
                 stack.enter_context(context_parallel_mesh(model, self.alone))
-            handler = OneDeviceHandler(self.alone, self.style, self.mesh)
+            handler = ContextParallelHandler(self.alone, self.style)
+            handler.cp.batch.verified = frozenset(self.mesh.mesh.flatten().tolist())
+            stack.callback(setattr, handler.cp.batch, "verified", frozenset())
             if self.documents and not like.documents:  # the run that should be right must have them
                 stack.enter_context(handler.documents(_read(handler, self.batch)))
             if exact:
@@ -160,6 +152,15 @@ class Runs:
                 "handler.mesh, for context_parallel blocks and attention calls"
             )
         return trace
+
+    def exact(self, like: Trace, one: Trace) -> Trace | None:
+        """The run of the whole batch in fp32, for a model in half precision; None for one that cannot be copied: under
+        FSDP or DDP, or with a function in place of a forward, which would run the module that it was made for."""
+        fixed = (FSDPModule, DistributedDataParallel)
+        if any(isinstance(m, fixed) or isinstance(vars(m).get("forward"), FunctionType) for m in self.model.modules()):
+            return None
+        found = self.whole(like, exact=True)
+        return found if [x.module for x in found.calls] == [x.module for x in one.calls] else None
 
     def _run(
         self, model: nn.Module, handler: ContextParallelHandler, like: Trace | None = None, exact: bool = False

@@ -364,7 +364,7 @@ def wrong_use() -> dict[str, str]:
             "NotImplementedError: LlamaForCausalLM got logits_to_keep=1, as generate passes it": lambda: model.generate(
                 ids, max_new_tokens=2
             ),
-            "the prompt has 1 tokens, and the cp mesh of 2 ranks": lambda: generated(model, handler, ids[:, :1]),
+            "the prompt has 1 tokens, fewer than the cp mesh of 2 ranks": lambda: generated(model, handler, ids[:, :1]),
             "the prompt has 3 tokens. With recurrent layers, layout='head_tail' and 2 ranks": lambda: generated(
                 *prepared("qwen3_next"), ids[:, :3]
             ),

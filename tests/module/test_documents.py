@@ -143,8 +143,10 @@ def of_a_call(style: Style) -> dict[str, float]:
     must raise."""
     module, handler = styled(Attending(), style)
     options: Any = {"mesh": cp_mesh(), "layout": handler.layout, "documents": SECOND}
-    whole = torch.randn(2, 4, SEQ, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    whole = torch.randn(2, 4, SEQ, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     want = plain_attention(whole * 1.5, whole, whole, visible=visible_pairs(SEQ, True, None, [FIRST]))
+    (want_grad,) = torch.autograd.grad(want.sum(), whole)
+    whole.requires_grad_(False)
     batch = handler.get_batch_on_this_cp_rank({"x": whole, "cu_seqlens": torch.tensor(FIRST)}, {"x": 2})
     with handler.documents(batch):
         x = batch["x"]
@@ -159,8 +161,13 @@ def of_a_call(style: Style) -> dict[str, float]:
         words = "documents=.* are not those of the batch in whose block it is called"
         check_errors([errors_of({f"{name}: {words}": call for name, call in calls.items()})])
         found = {"equal": handler.combine(module(x, x, x, documents=[FIRST, FIRST]), 2)}
+        given = x.clone().requires_grad_()
+        late = Recompute.apply(lambda x: module(x, x, x, documents=FIRST), given)
+    with handler.documents(SECOND):
+        late.sum().backward()  # a recompute in the block of the next batch
     found["behind"] = handler.combine(module(x, x, x, documents=FIRST), 2, documents=FIRST)
-    return {name: relative_error(out, want) for name, out in found.items()}
+    grad = handler.combine(given.grad, 2, documents=FIRST)
+    return {name: relative_error(x, want) for name, x in found.items()} | {"late": relative_error(grad, want_grad)}
 
 
 @pytest.mark.parametrize("style", BY_DOCUMENTS[:2], ids=str)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial
 
-from hyper_cp import verify
+from hyper_cp import ContextParallelHandler, verify
 from hyper_cp.verification import runs
 from hyper_cp.verify import Report
 from tests.harness import composition_training as t
@@ -92,24 +93,57 @@ def test_wrapped_models(title: str, reduced: dict[str, str] | None, ranks: Any) 
 
 
 @on_ranks
-def summed_over_a_mesh(wrapped: bool) -> Summary:
-    """A step whose loss names a mesh, and has gradients for a sum over its ranks, which DDP does not make."""
-    mesh = cp_mesh()
+def summed_over_a_mesh(wrapped: bool) -> list[Summary]:
+    """Steps whose loss names a mesh, and has gradients for a sum over its ranks, which DDP does not make: of the given
+    handler, of that of the model, and in micro-batches with weights."""
+    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    mesh, over = world["cp"], {"mesh": world, "gradients": "sum"}
     model = planted.styled(mesh)
 
-    def loss_fn(model: nn.Module, batch: Any, handler: Any) -> Tensor:
-        loss: Tensor = handler.mean_loss(*planted.forward(model, batch, handler), mesh=mesh, gradients="sum")
+    def given(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        loss: Tensor = handler.mean_loss(*planted.forward(model, batch, handler), **over)
         return loss
 
-    given, reduced = (nn.parallel.DistributedDataParallel(model), "mean") if wrapped else (model, "sum")
+    def of_the_model(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        return given(model, batch, ContextParallelHandler.of(model))
+
+    def accumulated(model: nn.Module, batch: Any, handler: Any) -> Tensor:
+        rows, total = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(planted.ROWS)], torch.zeros(())
+        for local in handler.loader(rows, accumulate=planted.ROWS, mesh=world, shift_labels=True):
+            with handler.documents(local):
+                logits = model(local["input_ids"], local["position_ids"])
+                total = total + local.weight * handler.mean_loss(logits, local["shift_labels"], **over)
+        return total
+
+    trained, reduced = (nn.parallel.DistributedDataParallel(model), "mean") if wrapped else (model, "sum")
     with mock.patch.object(runs, "LARGEST_COUNT", 8):  # many ranks send more
-        return summary(verify(given, mesh, planted.whole_batch(), loss_fn=loss_fn, gradients=reduced))
+        return [
+            summary(verify(trained, mesh, planted.whole_batch(), loss_fn=loss_fn, gradients=reduced))
+            for loss_fn in (given, of_the_model, accumulated)
+        ]
 
 
 def test_a_loss_may_name_the_mesh_of_its_gradients(ranks: Any) -> None:
-    for right, wrong in zip(ranks(2, summed_over_a_mesh, False), ranks(2, summed_over_a_mesh, True), strict=True):
-        assert right[0], right[3]
-        assert not wrong[0] and wrong[2] == "factor", wrong[3]
+    for found in ranks(2, summed_over_a_mesh, False, warnings_as_errors=True):
+        for right in found:
+            assert right[0], right[3]
+    for found in ranks(2, summed_over_a_mesh, True):
+        for wrong in found:
+            assert not wrong[0] and wrong[2] == "factor", wrong[3]
+
+
+@on_ranks
+def in_place_of_a_forward() -> Summary:
+    """A step in half precision with too large gradients; a copy of the model would run the model itself."""
+    mesh, model = cp_mesh(), planted.Planted(dtype=torch.bfloat16)
+    forward = model.forward
+    model.forward = lambda *args: forward(*args)
+    return summary(verify(model, mesh, planted.whole_batch(), loss_fn=planted.in_block, gradients="sum"))
+
+
+def test_a_function_in_place_of_a_forward(ranks: Any) -> None:
+    for ok, _, cause, text, compared in ranks(2, in_place_of_a_forward):
+        assert not ok and cause == "factor" and compared > 40, text
 
 
 HALF_WRONG = {
