@@ -328,8 +328,12 @@ class _KeywordBatch(WholeBatch):
         elif isinstance(mask, Tensor):
             self.pad_mask(mask)
         # The documents of a block say what positions that restart in them would say.
-        in_block = self.handler.cp.batch.documents is not None
-        if mask is not None or in_block or self.documents is not None:
+        block = self.handler.cp.batch.documents
+        in_block = block is not None
+        if mask is not None or self.documents is not None:
+            positions = None
+        if block is not None and positions is not None:
+            self._refuse_other_documents(positions, block)
             positions = None
         positions = read_positions(positions)
         documents = None if self.documents is None else self.table_of(self.documents.rows)
@@ -343,6 +347,21 @@ class _KeywordBatch(WholeBatch):
             self._count_padding()  # by its type it may see the tokens behind it (PaliGemma)
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
             self.state = replace(self.state, documents=self.table_of([[0, self.length]]))
+
+    def _refuse_other_documents(self, positions: Tensor, block: Tensor) -> None:
+        """Raise ``ValueError`` for positions that restart elsewhere than in the documents of the enclosing block."""
+        said = attention_state(self.handler, None, None, read_positions(positions)).documents
+        if said is None:
+            return
+        found, known = (
+            [list(dict.fromkeys(min(x, self.length) for x in row)) for row in read(table).rows]
+            for table in (said, block)
+        )
+        if found != known:
+            raise ValueError(
+                f"position_ids restart in documents {found}, and the enclosing handler.documents block has {known}. "
+                "Only one of them can be right. Leave the block, or enter that of this batch"
+            )
 
     def read_labels(self, counted: Tensor) -> None:
         """Record if labels count (``[B, S]``) on padding behind the tokens of a row. Otherwise nothing reads its

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.hf_models import InDouble, make, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import absolute_error
-from tests.harness.ranks import on_ranks, sum_over_ranks
+from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
 pytest.importorskip("transformers")
 
@@ -70,6 +70,8 @@ def every_way(layout: str) -> dict[str, float]:
     found["with positions"] = error({**cases["positions"], "cu_seqlens": BOUNDARIES}, want)
     found["block"] = error({}, want, BOUNDARIES)
     found["block and positions"] = error(cases["positions"], want, BOUNDARIES)
+    words = error_of(lambda: error(cases["positions"], want, [0, 9, 21]))
+    found["positions in another block"] = float(not words.startswith("ValueError: position_ids restart in documents"))
     found["nothing"] = error({}, answer(copy.deepcopy(original), plain))
     for side, (start, stop) in {"right": (17, 21), "left": (0, 6), "between": (4, 9)}.items():
         padding = {"attention_mask": torch.ones(2, 21, dtype=torch.int64), "labels": ids.clone()}
