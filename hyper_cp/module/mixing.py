@@ -157,7 +157,7 @@ TABLE = (
     Mixing("resizes the sequence", functions=("interpolate",), along=_behind_channels, refused=False, warned=True),
     Mixing(
         "scans or orders positions",
-        functions=("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "sort"),
+        functions=("cumsum", "cumsum_", "cumprod", "cumprod_", "cummax", "cummin", "logcumsumexp", "flip", "sort"),
         along=_along_dim,
         refused=False,
         warned=True,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.modules import buffers_of, hook_owners
+from .._torch.modules import buffers_of, hook_owners, is_compiled
 from ..data.batch import TOKENS, LocalBatch
 from ..data.collectives import by_rank
 from ..data.sharding import resolve_layout
@@ -156,9 +156,10 @@ class Runs:
     def exact(self, like: Trace, one: Trace) -> Trace | None:
         """The run of the whole batch in fp32, for a model in half precision; None for one that cannot be copied: under
         FSDP or DDP, or with a function in place of a forward, which would run the module that it was made for."""
-        fixed = (FSDPModule, DistributedDataParallel)
-        if any(isinstance(m, fixed) or isinstance(vars(m).get("forward"), FunctionType) for m in self.model.modules()):
-            return None
+        for module in self.model.modules():
+            replaced = isinstance(vars(module).get("forward"), FunctionType) and not is_compiled(module)
+            if replaced or isinstance(module, (FSDPModule, DistributedDataParallel)):
+                return None
         found = self.whole(like, exact=True)
         return found if [x.module for x in found.calls] == [x.module for x in one.calls] else None
 

@@ -457,6 +457,7 @@ def by_hand(block: bool) -> dict[str, list[int]]:
 
     calls: dict[str, Callable[[Tensor], Any]] = {
         "cumsum": lambda x: x.cumsum(-1),
+        "cumsum_": lambda x: x.clone().cumsum_(-1),
         "flip": lambda x: x.flip(2),
         "roll": lambda x: x.roll(1, 2),
         "topk": lambda x: x.topk(2),
