@@ -1,7 +1,7 @@
 """The soak: twenty steps of it are right, and it finds a wrong result, other bits and every kind of leak.
 
 Its steps are also the differential fuzzers of attention (of latents, too), FlexAttention, recurrences and convolutions:
-each runs here for some seconds with a new seed.
+each runs here for a second with a new seed.
 """
 
 from __future__ import annotations
