@@ -38,7 +38,7 @@ def mean_loss(
 
     ``per_token`` makes losses of hidden states, and returns others as they are; ``check`` takes the number (or weight)
     of tokens where the host does not wait for it, and ``check_ranks`` those of all ranks. ``copies``: the number of
-    ranks that hold the same tokens, of which no gradients are added up.
+    ranks that count each token, where their gradients are not added up.
     """
     check_gradients(gradients)
     check_ignore_index(ignore_index)
@@ -61,12 +61,12 @@ def mean_loss(
             )
     if check_ranks is not None:
         check_ranks(of_ranks[:, 1])
-    sums = of_ranks.sum(0) / copies
+    sums = of_ranks.sum(0)
     if check is not None and of_ranks.device.type == "cpu":
-        check(sums[1].item())
+        check(sums[1].item() / copies)
     # If no token counts on any rank: a loss of 0 and no gradient, rather than NaN in every parameter.
     tokens = torch.where(sums[1] == 0, 1.0, sums[1])
-    factor = mesh.size() / copies if gradients == "mean" else 1
+    factor = mesh.size() if gradients == "mean" else copies
     mean, share = sums[0] / tokens, total.to(exact)
     if count.requires_grad:  # weights that are learned change the number of tokens, too
         share = share - mean * count.to(exact)

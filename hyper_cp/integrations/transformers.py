@@ -341,8 +341,7 @@ class _KeywordBatch(WholeBatch):
         # Documents of padding alone are for causal attention: padding of an encoder sees what others see.
         self.packed = documents is not None or in_block or self.state.tokens is None
         if self.documents is None and positions is not None and self.state.documents is not None:
-            rows = read(self.state.documents).rows
-            self.documents = PackedDocuments([[min(x, self.length) for x in row] for row in rows])
+            self.documents = self._without_padding(self.state.documents)
         if self.state.tokens is not None and _rows(self.entries.get(TOKEN_TYPES[0])):
             self._count_padding()  # by its type it may see the tokens behind it (PaliGemma)
         if self.state.documents is None and layouts.by_documents(self.handler.layout) and not in_block:
@@ -353,15 +352,16 @@ class _KeywordBatch(WholeBatch):
         said = attention_state(self.handler, None, None, read_positions(positions)).documents
         if said is None:
             return
-        found, known = (
-            [list(dict.fromkeys(min(x, self.length) for x in row)) for row in read(table).rows]
-            for table in (said, block)
-        )
+        found, known = ([list(row) for row in self._without_padding(table).rows] for table in (said, block))
         if found != known:
             raise ValueError(
                 f"position_ids restart in documents {found}, and the enclosing handler.documents block has {known}. "
                 "Only one of them can be right. Leave the block, or enter that of this batch"
             )
+
+    def _without_padding(self, table: Tensor) -> PackedDocuments:
+        """The documents of a padded table before the padding."""
+        return PackedDocuments([[min(x, self.length) for x in row] for row in read(table).rows])
 
     def read_labels(self, counted: Tensor) -> None:
         """Record if labels count (``[B, S]``) on padding behind the tokens of a row. Otherwise nothing reads its

@@ -488,10 +488,10 @@ def check_places(name: str, cp: CPMesh, layout: str, table: Tensor | None) -> No
     made, in a layout that places tokens by documents."""
     if torch.compiler.is_compiling() or table is None or cp.size == 1 or not layouts.by_documents(layout):
         return
-    if checkpoint.in_foreign_recompute():  # perhaps in the block of the next batch
-        return
     placing, given = documents.read(cp.batch.documents_in_block), documents.read(table)
     if placing is None or given is None or placing.rows == given.rows:
+        return
+    if checkpoint.in_foreign_recompute():  # perhaps in the block of the next batch
         return
     shown, batch = ([list(row) for row in x.rows] for x in (given, placing))
     raise ValueError(
