@@ -160,21 +160,21 @@ def soak(options: argparse.Namespace, after_step: Callable[[int], None] = lambda
     for degree in family.degrees:  # every process group that there will be, and a first comparison on every mesh
         for ulysses in (d for d in family.degrees if degree % d == 0):
             attention(*torch.zeros(3, 1, HEADS, 1, DIM), mesh=family.cp(degree), ulysses_degree=ulysses)
-    run, bound = Soak(options, family), kept.most_bytes
     counter, table = Counter(), []
+    run, bound = Soak(options, family), kept.most_bytes
     warm_up = min(WARM_UP, options.steps // 2)
     every = max(5, (options.steps - warm_up) // SAMPLES)
     kept.most_bytes = CACHE
     try:
         for number in [options.only] if options.only is not None else range(options.steps):
-            if run.over():
-                break
             run.step(number)
             if number % REPEAT == REPEAT - 1 and options.only is None:
                 run.step(random.Random(f"{options.seed}/repeat {number}").randrange(number + 1))
             after_step(number)
             if number + 1 >= warm_up and (number + 1 - warm_up) % every == 0:
                 table.append((number + 1, counter.count()))
+            if run.over():
+                break
     finally:
         kept.most_bytes = bound
     if table:
@@ -218,7 +218,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, help="end after this time, whatever --steps says")
+    parser.add_argument(
+        "--seconds", type=float, help="end after the first step that ends later than this, whatever --steps says"
+    )
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="kinds of steps; all if it is left out")
     parser.add_argument("--only", type=int, help="run this step alone")
     parser.add_argument("--mib", type=float, default=16.0, help="growth of resident memory that is accepted")

@@ -108,6 +108,11 @@ def test_drawn_calls_are_those_of_one_device(ranks: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_is_run_however_little_time_there_is(ranks: Any) -> None:
+    assert "1 steps in " in ranks(4, soak, 10, "", "--seconds", "0")[0][1]
+
+
+@pytest.mark.slow
 def test_a_wrong_result_on_one_rank_fails_on_all(ranks: Any) -> None:
     found = ranks(4, soak, 8, "wrong", "--kinds", "attention")
     assert [code for code, _ in found] == [1] * 4
