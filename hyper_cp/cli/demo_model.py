@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 
@@ -45,6 +44,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """``[B, S, H D]`` as ``[B, H, S, D]``."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """``[B, H, S, D]`` as ``[B, S, H D]``."""
+    return x.transpose(1, 2).flatten(2)
+
+
 class InnerAttention(nn.Module):
     """The attention call alone, as a module that a context-parallel plan can name."""
 
@@ -63,9 +72,9 @@ class Attention(nn.Module):
         self.inner = InnerAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (split_heads(w(x), self.head_dim) for w in (self.wq, self.wk, self.wv))
         out = self.inner(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.wo(rearrange(out, "b h s d -> b s (h d)"))
+        return self.wo(join_heads(out))
 
 
 class FeedForward(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ..mesh.arguments import check_type
@@ -44,9 +43,9 @@ def rotate(tensor: Tensor, angles: Tensor, seq_dim: int, interleaved: bool, msca
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     """Map pairs (x1, x2) to (-x2, x1). Pairs are (i, i + half), or neighbours if interleaved."""
-    order = "pair two" if interleaved else "two pair"
-    first, second = rearrange(x, f"... ({order}) -> two ... pair", two=2)
-    return rearrange([-second, first], f"two ... pair -> ... ({order})")
+    two, sizes = (-1, (-1, 2)) if interleaved else (-2, (2, -1))
+    first, second = x.unflatten(-1, sizes).unbind(two)
+    return torch.stack((-second, first), two).flatten(-2)
 
 
 def checked_table(tensor: Tensor, freqs: Tensor, seq_dim: int, mscale: float) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp.cli.demo_model import Attention, Block, Llama, LlamaConfig, rope, rotate
+from hyper_cp.cli.demo_model import Attention, Block, Llama, LlamaConfig, join_heads, rope, rotate, split_heads
 from tests.harness.oracle import absolute_error, plain_attention, relative_error, visible_pairs
 
 ROWS, LENGTH, STEPS = 4, 32, 3
@@ -189,10 +188,10 @@ class DTensorAttention(Attention):
     """The demo's attention for projections that return DTensors: RoPE's tables have to be DTensors then."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (split_heads(w(x), self.head_dim) for w in (self.wq, self.wk, self.wv))
         cos, sin = (DTensor.from_local(c, q.device_mesh, [Replicate()], run_check=False) for c in (cos, sin))
         out = self.inner(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.wo(rearrange(out, "b h s d -> b s (h d)"))
+        return self.wo(join_heads(out))
 
 
 class ComposedAttention(Attention):
@@ -201,12 +200,12 @@ class ComposedAttention(Attention):
     mesh: DeviceMesh
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (split_heads(w(x), self.head_dim) for w in (self.wq, self.wk, self.wv))
         placements = [Shard(2), Shard(1)]
         given = (DTensor.from_local(y, self.mesh, placements) for y in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         out = self.inner(*given)
         assert isinstance(out, DTensor) and out.device_mesh == self.mesh and list(out.placements) == placements
-        return self.wo(rearrange(out.to_local(), "b h s d -> b s (h d)"))
+        return self.wo(join_heads(out.to_local()))
 
 
 def with_attention(kind: type[Attention], **attributes: Any) -> Llama:
@@ -265,13 +264,10 @@ class Stage(nn.Module):
     def block(self, layer: Block, x: Tensor, documents: Tensor) -> Tensor:
         attention = layer.attention
         normed = layer.attention_norm(x)
-        q, k, v = (
-            rearrange(w(normed), "b s (h d) -> b h s d", d=attention.head_dim)
-            for w in (attention.wq, attention.wk, attention.wv)
-        )
+        q, k, v = (split_heads(w(normed), attention.head_dim) for w in (attention.wq, attention.wk, attention.wv))
         q, k = (rotate(y, self.cos, self.sin) for y in (q, k))
         out = attention.inner(q, k, v, documents=documents)
-        x = x + attention.wo(rearrange(out, "b h s d -> b s (h d)"))
+        x = x + attention.wo(join_heads(out))
         return x + layer.ffn(layer.ffn_norm(x))
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:

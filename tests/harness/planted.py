@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
+from hyper_cp.cli.demo_model import join_heads, split_heads
 
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 31, 16, 4, 24, 2
 
@@ -40,11 +40,11 @@ class Attention(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (rearrange(w(x), "b s (h d) -> b h s d", h=HEADS) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (split_heads(w(x), WIDTH // HEADS) for w in (self.wq, self.wk, self.wv))
         if self.local_rope:
             angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 0.1
             q, k = (y * angles.cos() + y.roll(1, -1) * angles.sin() for y in (q, k))
-        return self.wo(rearrange(self.inner(q, k, v), "b h s d -> b s (h d)"))
+        return self.wo(join_heads(self.inner(q, k, v)))
 
 
 class Conv(nn.Conv1d):
