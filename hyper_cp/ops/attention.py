@@ -177,7 +177,8 @@ def cp_attention(
     """Attention of the local shards ``[B, H, S, D]`` of one cp rank, which ``module`` calls. ``counted [B, S/n]`` is
     False where this rank holds padding of which the documents of the call say nothing."""
     keeps = mode.max_logits and torch.is_grad_enabled()
-    found = attend(q, k, v, cp, mode, replace(call, max_logits=keeps), TileEngine())
+    call = replace(call, max_logits=True) if keeps else call  # (most do not, and a copy takes a while to trace)
+    found = attend(q, k, v, cp, mode, call, TileEngine())
     if keeps:
         max_logits.keep(module, found[1], cp, mode.layout, call.documents, counted)
     out: Tensor = found[0] if keeps else found
