@@ -71,6 +71,7 @@ class DynamicStep:
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         batch, m = LocalBatch(), self.micro_batch  # knows which of its positions are padding, and no document
         batch.length = batch.padded_length = _IDLE_TOKENS
+        batch.of_samples = True
         if m is not None:
             batch.length, batch.padded_length = sum(m.lengths), m.length
         try:

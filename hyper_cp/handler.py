@@ -356,7 +356,7 @@ class ContextParallelHandler(Shares):
                 filled = max(table[:, -1].tolist()) if ends else None
         state, batch = self.cp.batch, cu_seqlens if isinstance(cu_seqlens, LocalBatch) else LocalBatch()
         length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
-        of_batch = filled, batch.form, batch.counted
+        of_batch = filled, batch.form, batch.counted, batch.of_samples
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
         block = state.enter(table, split, None if torch.compiler.is_compiling() else tokens_of(table))
         block.ran = batch.ran

@@ -55,6 +55,8 @@ class LocalBatch:
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
     counted: Counted = Counted()
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
+    of_samples: bool = False
+    """True if its documents are the samples of a planned micro-batch, each of which has positions from 0 on."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -692,11 +692,17 @@ class DecoderHook:
             # Mixers set padding to zero.
             kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
         padded = batch.tokens is not None or batch.keys is not None
-        counts = self.position_maker is not None or (self.counts_mask and padded)
+        samples = handler.cp.batch.of_samples and batch.documents is not None
+        if samples and self.position_maker is not None and kwargs.get("position_ids") is None:
+            raise ValueError(
+                f"{self.binding.name} makes positions of the ids of its tokens, and would go on counting from one "
+                "sample of the micro-batch to the next. Pass position_ids that begin anew in each of them"
+            )
+        counts = self.position_maker is not None or (self.counts_mask and padded and not samples)
         if counts and (batch.numbered or kwargs.get("position_ids") is None):
             kwargs["position_ids"] = self._counted(handler, tokens, counted, batch.documents)
         length = tokens.shape[1] * handler.cp.size
-        positions = handler.position_ids(length, device=tokens.device, documents=batch.documents)
+        positions = handler.position_ids(length, device=tokens.device, documents=batch.documents, restart=samples)
         if kwargs.get("position_ids") is None and ("position_ids" in self.keywords or self.passes_on):
             kwargs["position_ids"] = positions[None]
         if kwargs.get("use_cache") is None and "use_cache" in self.keywords:

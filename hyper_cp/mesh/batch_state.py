@@ -198,6 +198,11 @@ class BatchState:
         entered = self._this_thread.blocks.entered
         return entered[-1].split if entered else None
 
+    @property
+    def of_samples(self) -> bool:
+        """True if the documents of this thread's innermost block are samples, which have positions from 0 on."""
+        return self._split is not None and self._split.of_samples
+
     def padding_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not

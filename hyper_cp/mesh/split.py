@@ -32,6 +32,8 @@ class Split:
     """Their positions with padding."""
     form: Form = field(default_factory=Form)
     counted: Counted = Counted()
+    of_samples: bool = False
+    """Its documents are samples of a planned micro-batch, each of which has positions from 0 on."""
 
     @property
     def share(self) -> int | None:

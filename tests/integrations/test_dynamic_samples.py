@@ -1,0 +1,64 @@
+"""Models of Hugging Face on the micro-batches of ``dynamic_steps``: each sample has positions from 0 on, as alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_cp import ContextParallel, DynamicContextParallel, dynamic_steps, split_cp_mesh
+from hyper_cp.data.dynamic import CostModel
+from hyper_cp.hf import prepare_model
+from tests.harness.hf_causal import CAUSAL, tiny_causal
+from tests.harness.hf_models import InDouble
+from tests.harness.oracle import relative_error
+from tests.harness.ranks import RankError, Ranks, on_ranks, sum_over_ranks
+
+LENGTHS = [9, 21, 2, 13]
+
+
+def loss_sum(logits: Any, ids: Any) -> Any:
+    """The sum of losses of tokens that predict themselves: every position has one."""
+    return F.cross_entropy(logits[0], ids[0], reduction="sum", ignore_index=-100)
+
+
+def gradients(model: Any) -> Any:
+    """Those of all parameters, one after the other: some alone are zero but for rounding (biases of keys)."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+@on_ranks
+def error_of_steps(kind: str, degree: int, with_positions: bool, head: str = CAUSAL) -> float:
+    """The error of the gradients of micro-batches of several samples."""
+    g = torch.Generator().manual_seed(3)
+    samples = [torch.randint(3, 60, (n,), generator=g) for n in LENGTHS]
+    alone, model = tiny_causal(kind, head), tiny_causal(kind, head)
+    for x in samples:
+        with InDouble():
+            loss_sum(alone(input_ids=x[None], use_cache=False).logits, x[None]).backward()
+    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    family = split_cp_mesh(world["dp", "cp"])
+    prepare_model(model, world["cp"], style=ContextParallel(ulysses_degree=1, kv_exchange="ring", layout="head_tail"))
+    scheduler = DynamicContextParallel(family, 48, CostModel(1.0, 0.02, 2.0), degrees=[degree])
+    for step in dynamic_steps(scheduler.plan(LENGTHS), family):
+        with step.mesh(model) as handler, InDouble():
+            whole = step.pack(samples), step.positions(), step.pack(samples, pad_value=-100)
+            ids, positions, labels = (handler.dispatch(x, 1) for x in whole)
+            given = {"position_ids": positions} if with_positions else {}
+            step.loss(loss_sum(model(input_ids=ids, **given).logits, labels), 1, gradients="sum").backward()
+    return relative_error(sum_over_ranks(gradients(model))[0], gradients(alone))
+
+
+@pytest.mark.parametrize("degree, with_positions", [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("kind", ["bart", "musicgen", "inkling_text", "opt", "gpt2"])
+def test_gradients_are_those_of_each_sample_alone(ranks: Ranks, kind: str, degree: int, with_positions: bool) -> None:
+    assert max(ranks(2, error_of_steps, kind, degree, with_positions)) < 1e-9
+
+
+def test_counts_of_ids_are_not_those_of_samples(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="go on counting from one sample of the micro-batch to the next") as found:
+        ranks(2, error_of_steps, "roberta", 2, False)
+    assert str(found.value).count("go on counting") == 2
