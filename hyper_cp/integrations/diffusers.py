@@ -333,8 +333,8 @@ class _Root:
 
     def __init__(self, handler: ContextParallelHandler, family: _Family, gradients: str) -> None:
         self.handler, self.family, self.gradients = handler, family, gradients
-        self.compared = False
-        """True once the ranks' inputs have been compared."""
+        self.compared: set[str] = set()
+        """The keys of the meshes whose ranks have compared their inputs."""
         self.parameters: list[str] = []
         """The names of the parameters when the ranks' weights were compared."""
 
@@ -383,9 +383,9 @@ class _Root:
 
     def compare(self, caller: str, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once."""
-        if self.compared or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.handler.cp.key in self.compared:
             return
-        self.compared = True
+        self.compared.add(self.handler.cp.key)
         sums: dict[str, list[float]] = {}
 
         def add(name: str, x: Tensor) -> Tensor:

@@ -470,8 +470,8 @@ class DecoderHook:
         """Attention modules that write attention out."""
         self.sees_images = bool(to_images)
         """True if modules of the decoder attend to images, which are the states of an encoder."""
-        self.compared = False
-        """True once the ranks' tokens have been compared."""
+        self.compared: set[str] = set()
+        """The keys of the meshes whose ranks have compared their tokens."""
         self.given_positions: bool | None = None
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
         self.additions_checked = False
@@ -600,9 +600,9 @@ class DecoderHook:
             )
             if self.two is not None:
                 state = replace(state, cross=self.cross, source=self.two.source)
-            if ready is None and mesh.parallel and not self.compared:
+            if ready is None and mesh.parallel and handler.cp.key not in self.compared:
                 check_dispatched(handler, tokens, self.binding.name)
-                self.compared = True
+                self.compared.add(handler.cp.key)
         if self.passes_on:
             kwargs["context_parallel"] = state
         forward.begin(module, state)

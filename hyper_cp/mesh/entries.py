@@ -94,4 +94,5 @@ class Entries:
                 "Compute the loss in `with handler.documents(batch)` of their batch, or pass labels",
                 stacklevel=5,
             )
-        return last.known if belongs and last.share > 1 else None
+        # Outside of its block, anything could be values of a share of one position.
+        return last.known if belongs and (last.share > 1 or of_block) else None

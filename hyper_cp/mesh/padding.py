@@ -48,7 +48,7 @@ class Padding:
         or several, for each token, flattened or not. None: these are no values of all tokens of the share.
 
         Raises:
-            ValueError: if the values may be those of tokens in two orders, or of unknown rows.
+            ValueError: if the values may be those of tokens in two orders, of unknown rows, or of rows themselves.
         """
         places, several_rows = torch.arange(tokens.numel(), device="cpu").view(tokens.shape), False
         for form in (self._beside_rows, self._flat, self._beside_others):
@@ -62,6 +62,13 @@ class Padding:
                     "[B, S/n, ...] that are not flattened; of several passes, compute a mean for each"
                 )
             if found := form(tokens, shape):
+                if self.share == 1 and form == self._flat:
+                    raise ValueError(
+                        f"labels or mask of shape {shape} may have a value for each row of this batch, or for each of "
+                        f"its tokens, of which every rank has one in a row. The padding of the split must not count. "
+                        "Pass values of tokens [B, 1], as they are in the batch, and compute the mean of values of "
+                        "rows without mean_loss"
+                    )
                 return found[0]
             several_rows |= len(tokens) > 1 and bool(form(tokens[:1], shape))
         if several_rows:

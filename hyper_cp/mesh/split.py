@@ -50,7 +50,7 @@ class Split:
         """The places of its tokens in values of a share, and of the positions with which it was filled up, if any.
         None: unknown."""
         ends, padded = self.row_ends, self.padded or self.filled
-        if not ends or not padded or padded == self.ranks:
+        if not ends or not padded:
             return None
         return Padding(ends, padded, padded // self.ranks, self.form)
 

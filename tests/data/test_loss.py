@@ -644,6 +644,36 @@ def test_copies_of_masks_leave_padding_out(ranks: Any, short: int) -> None:
 
 
 @on_ranks
+def shares_of_one_position(layout: str) -> dict[str, Any]:
+    """Means over fewer tokens than there are ranks, less those of one device; and what is refused."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
+    losses = torch.randn(4, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    wide = torch.stack([losses, 2 * losses], -1)
+    batch = handler.get_batch_on_this_cp_rank({"x": losses, "wide": wide, "cu_seqlens": torch.tensor([0, 2])})
+    x, wide = batch["x"] * 1, batch["wide"] * 1
+    found: dict[str, Any] = {}
+    with handler.documents(batch) as table:
+        assert table is not None and x.shape == (4, 1)
+        for name, y, factor in (("mask", x, 1), ("several", wide, 1.5)):
+            mean = handler.mean_loss(y, mask=torch.ones_like(y), elsewhere=True)
+            found[name] = abs(mean.item() - factor * losses.mean().item())
+        labels = torch.zeros(4, 1, dtype=torch.int64)
+        found["labels"] = abs(handler.mean_loss(x, labels, elsewhere=True).item() - losses.mean().item())
+        found["neither"] = error_of(lambda: handler.mean_loss(x, elsewhere=True))
+        flat = x.flatten()
+        found["flat"] = error_of(lambda: handler.mean_loss(flat, mask=torch.ones_like(flat), elsewhere=True))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "per_document"])
+def test_padding_of_shares_of_one_position_does_not_count(ranks: Any, layout: str) -> None:
+    for found in ranks(3, shares_of_one_position, layout):
+        assert "come without labels or mask" in found.pop("neither"), found
+        assert "a value for each row of this batch, or for each of its tokens" in found.pop("flat"), found
+        assert max(found.values()) < 1e-12, found
+
+
+@on_ranks
 def labels_of_kinds(length: int) -> dict[str, float]:
     """Errors of means with labels that hold no -100, and with those whose value for none is another one."""
     handler, g = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail"), torch.Generator().manual_seed(0)

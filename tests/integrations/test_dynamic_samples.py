@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp import ContextParallel, DynamicContextParallel, dynamic_steps, split_cp_mesh
+from hyper_cp import ContextParallel, DynamicContextParallel, context_parallel_mesh, dynamic_steps, split_cp_mesh
 from hyper_cp.data.dynamic import CostModel
 from hyper_cp.hf import prepare_model
 from tests.harness.hf_causal import CAUSAL, tiny_causal
@@ -56,6 +57,29 @@ def error_of_steps(kind: str, degree: int, with_positions: bool, head: str = CAU
 @pytest.mark.parametrize("kind", ["bart", "musicgen", "inkling_text", "opt", "gpt2"])
 def test_gradients_are_those_of_each_sample_alone(ranks: Ranks, kind: str, degree: int, with_positions: bool) -> None:
     assert max(ranks(2, error_of_steps, kind, degree, with_positions)) < 1e-9
+
+
+@on_ranks
+def first_forwards() -> float:
+    """The error of first forwards on several meshes: of two ranks, while the others run alone, and of all four, where
+    one rank has padding alone."""
+    model, alone = tiny_causal("llama"), tiny_causal("llama")
+    world = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "cp"))
+    family = split_cp_mesh(world["dp", "cp"])
+    prepare_model(model, world["cp"], style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
+    ids = torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(3))
+    ids[:, 12:] = 0
+    errors = []
+    for degree in (2 if dist.get_rank() < 2 else 1, 4):
+        with context_parallel_mesh(model, family.cp(degree)) as handler, InDouble():
+            got = model(input_ids=handler.dispatch(ids, 1)).logits
+            want = handler.dispatch(alone(input_ids=ids, use_cache=False).logits, 1)
+            errors.append(relative_error(got.detach(), want.detach()))
+    return max(errors)
+
+
+def test_every_mesh_compares_its_tokens_in_its_first_forward(ranks: Ranks) -> None:
+    assert max(ranks(4, first_forwards)) < 1e-9
 
 
 def test_counts_of_ids_are_not_those_of_samples(ranks: Ranks) -> None:
