@@ -584,7 +584,8 @@ class DecoderHook:
             check_padding(module, self.mixers, handler.layout, batch, tokens)
             self._check_eager(module, batch)
             passed = frozenset(kwargs)
-            counted, positions = self._complete(handler, tokens, batch, kwargs)
+            samples = handler.cp.batch.of_samples and batch.documents is not None
+            counted, positions = self._complete(handler, tokens, batch, kwargs, samples)
             state = ForwardState(
                 batch,
                 self.binding.style,
@@ -597,6 +598,7 @@ class DecoderHook:
                 whole=partial(handler.combine, documents=batch.documents),
                 share=partial(local_share, handler, seq_dim=1, documents=batch.documents),
                 implementation=self.implementation,
+                samples=samples,
             )
             if self.two is not None:
                 state = replace(state, cross=self.cross, source=self.two.source)
@@ -680,10 +682,16 @@ class DecoderHook:
             )
 
     def _complete(
-        self, handler: ContextParallelHandler, tokens: Tensor, batch: PreparedBatch, kwargs: dict[str, Any]
+        self,
+        handler: ContextParallelHandler,
+        tokens: Tensor,
+        batch: PreparedBatch,
+        kwargs: dict[str, Any],
+        samples: bool,
     ) -> tuple[Tensor, Tensor]:
         """Add the arguments that the decoder would otherwise make for its local tokens only. Returns the mask
-        ``[B, S/n]`` of tokens that are no padding, and their positions ``[S/n]`` in the whole sequence."""
+        ``[B, S/n]`` of tokens that are no padding, and their positions ``[S/n]`` in the whole sequence, or with
+        ``samples`` in each document."""
         mask, counted = kwargs.get("attention_mask"), batch.counted
         if counted is None:
             counted = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -692,7 +700,6 @@ class DecoderHook:
             # Mixers set padding to zero.
             kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
         padded = batch.tokens is not None or batch.keys is not None
-        samples = handler.cp.batch.of_samples and batch.documents is not None
         if samples and self.position_maker is not None and kwargs.get("position_ids") is None:
             raise ValueError(
                 f"{self.binding.name} makes positions of the ids of its tokens, and would go on counting from one "

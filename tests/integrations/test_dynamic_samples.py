@@ -54,7 +54,7 @@ def error_of_steps(kind: str, degree: int, with_positions: bool, head: str = CAU
 
 
 @pytest.mark.parametrize("degree, with_positions", [(1, True), (2, True), (2, False)])
-@pytest.mark.parametrize("kind", ["bart", "musicgen", "inkling_text", "opt", "gpt2"])
+@pytest.mark.parametrize("kind", ["bart", "musicgen", "inkling_text", "opt", "gpt2", "llama4_text", "qwen4_exp_text"])
 def test_gradients_are_those_of_each_sample_alone(ranks: Ranks, kind: str, degree: int, with_positions: bool) -> None:
     assert max(ranks(2, error_of_steps, kind, degree, with_positions)) < 1e-9
 

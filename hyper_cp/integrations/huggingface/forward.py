@@ -53,6 +53,9 @@ class ForwardState:
     """The modules that have called attention."""
     biases: list[Tensor] = field(default_factory=list)
     """The biases of scores that the decoder has made for the positions of all ranks."""
+    samples: bool = False
+    """True for a planned micro-batch, whose documents are samples that know nothing of each other: positions begin anew
+    in each."""
 
 
 @dataclass(frozen=True)

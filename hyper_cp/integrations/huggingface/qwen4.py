@@ -2,8 +2,8 @@
 
 An indexer makes one key of each window of tokens, and its attention reads the tokens of the best ones. In a prepared
 model each rank pools the windows that end in its rows, all ranks gather them, and the selection reaches attention with
-the request for a mask. N-grams and convolutions fetch the rows before a share; documents do not end them, as on one
-device.
+the request for a mask. N-grams and convolutions fetch the rows before a share; packed documents do not end them, as on
+one device, and samples of a planned micro-batch do.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ def _refuse_batch(name: str, state: ForwardState, mask: Any) -> None:
 def _where(module: nn.Module, state: ForwardState) -> dict[str, Any]:
     """The arguments of a function that looks back."""
     layout, documents = state.style.mode.layout, state.batch.documents
-    if not by_documents(layout):
+    if not (by_documents(layout) or state.samples):
         return {"mesh": state.mesh.views[0], "layout": layout}
     tokens = tokens_of(documents)
     if (
         documents is not None
+        and not state.samples
         and any(  # a document of padding behind all tokens changes nothing
             tokens is None or bool(tokens[:, start:].any()) for row in read(documents).rows for start in row[1:-1]
         )
