@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ._torch import checkpoint
 from .data import loss, rotary
-from .data.batch import LocalBatch, read_batch
+from .data.batch import LocalBatch, batch_of, read_batch
 from .data.collectives import by_rank
 from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
@@ -336,9 +336,10 @@ class ContextParallelHandler(Shares):
             if the block cannot be around the forward (a pipeline), or if activation checkpointing is not torch's own,
             which records the documents of its forward.
         """
-        copied, ends, filled = isinstance(cu_seqlens, LocalBatch) and not cu_seqlens.padded_length, (), None
-        if isinstance(cu_seqlens, LocalBatch) and not copied:
-            table = cu_seqlens.documents
+        batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else batch_of(cu_seqlens)
+        copied, ends, filled = batch is cu_seqlens and not batch.padded_length, (), None
+        if batch.padded_length:
+            table = batch.documents if batch is cu_seqlens else cu_seqlens
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(
                 f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
@@ -354,8 +355,8 @@ class ContextParallelHandler(Shares):
                         table = table.clone()  # the caller's own buffer, which may be written to before a recompute
                 table = padded_table(self, table)
                 filled = max(table[:, -1].tolist()) if ends else None
-        state, batch = self.cp.batch, cu_seqlens if isinstance(cu_seqlens, LocalBatch) else LocalBatch()
-        length, padded = (batch.length, batch.padded_length) if batch is cu_seqlens else (None, None)
+        state = self.cp.batch
+        length, padded = (batch.length, batch.padded_length) if batch.padded_length else (None, None)
         of_batch = filled, batch.form, batch.counted, batch.of_samples
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
         block = state.enter(table, split, None if torch.compiler.is_compiling() else tokens_of(table))

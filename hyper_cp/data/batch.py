@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
@@ -61,6 +62,24 @@ class LocalBatch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         mark_copy(self.documents, self.tokens)
+        record_table(self)
+
+
+_by_table: Any = WeakTensorKeyDictionary()
+
+
+def batch_of(table: Any) -> LocalBatch:
+    """The state of the batch whose documents are this very table, if any; its entries were copied, say."""
+    known = isinstance(table, Tensor) and not torch.compiler.is_compiling()
+    found: LocalBatch | None = _by_table.get(table) if known else None
+    return LocalBatch() if found is None else found
+
+
+def record_table(batch: LocalBatch) -> None:
+    """Let :func:`batch_of` find the state of a batch by its table."""
+    if batch.documents is not None and not torch.compiler.is_compiling():
+        state = _by_table[batch.documents] = LocalBatch()  # without the table, which would keep itself
+        state.length, state.padded_length, state.form = batch.length, batch.padded_length, batch.form
 
 
 class _Dict(dict[Any, Any], LocalBatch):
@@ -157,6 +176,7 @@ def read_batch(
         found: Any = _Dict(shares) if named else make(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
         found.tokens, found.form = tokens_of(whole.table), whole.form
+        record_table(found)
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
             handler.cp.batch.record_packed(labels)

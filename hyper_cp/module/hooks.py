@@ -204,7 +204,7 @@ class AttentionHooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Stop routing, and exchange the output back."""
         if self.latents is not None:
-            self.latents.kept = None
+            self.latents.forget()
         call = current_call()
         if call is None or call.binding is not self.binding:
             return None  # an earlier hook, or `before` itself, raised: there is no call to end

@@ -60,13 +60,17 @@ class LatentLayer:
         if not torch.compiler.is_compiling() and not is_read(layer):
             self.made = output.grad_fn if isinstance(output, Tensor) else None
 
+    def forget(self) -> None:
+        """Let go of the last call: a node would keep its graph, and a module that holds one cannot be copied."""
+        self.kept = self.made = None
+
     def in_place_of(
         self, cp: CPMesh, qkv: tuple[Tensor, Tensor, Tensor], call: Call, mode: Mode
     ) -> tuple[Tensor, Tensor, Call]:
         """Latents and their rotary part in place of k and v, and the call with the weight; or k and v, if heads must
         travel."""
-        kept, self.kept = self.kept, None
-        made, self.made = self.made, None
+        kept, made = self.kept, self.made
+        self.forget()
         q, k, v = qkv
         if kept is None or call.weight is not None or mode.latents is False or self.unclear:
             return k, v, call

@@ -314,6 +314,27 @@ def test_copies_of_a_batch_know_its_padding(ranks: Any) -> None:
         assert max(found.values()) <= 1e-12, found
 
 
+@on_ranks
+def means_of_copies() -> dict[str, float]:
+    """Errors of means with copied labels of another name, filled up with 0, in a block of the batch's table."""
+    handler, g = ContextParallelHandler(cp_mesh(), "contiguous"), torch.Generator().manual_seed(0)
+    x, target = torch.randn(1, 9, 3, generator=g, dtype=torch.float64), torch.randint(1, 3, (1, 9), generator=g)
+    local = handler.get_batch_on_this_cp_rank({"x": x, "target": target})
+    want = F.cross_entropy(x[0], target[0])
+    moved = {name: entry.clone() for name, entry in local.items()}
+    tables = {"own": local.documents, "pickled": pickle.loads(pickle.dumps(local)).documents}
+    found = {}
+    for name, table in tables.items():
+        with handler.documents(table):
+            found[name] = abs(handler.mean_loss(moved["x"], moved["target"], elsewhere=True).item() - want.item())
+    return found
+
+
+def test_a_block_of_the_table_of_a_batch_knows_its_length(ranks: Any) -> None:
+    for found in ranks(2, means_of_copies):
+        assert max(found.values()) <= 1e-12, found
+
+
 # --------------------------------------------------------------------------- functions of a handler in a checkpoint
 
 

@@ -560,6 +560,18 @@ def test_verify_runs_what_a_training_runs(ranks: Any, selective: bool) -> None:
 
 
 @on_ranks
+def copied_after_a_call() -> None:
+    model = parallelize_module(Expands(LatentCase(16, True)), cp_mesh(), ContextParallel(**FROM_LAYER))
+    model(torch.randn(2, 16, 6, dtype=torch.float64)).sum().backward()
+    copy.deepcopy(model)
+
+
+def test_a_model_can_be_copied_after_a_call_on_one_rank(ranks: Any) -> None:
+    """The node that nothing took is let go."""
+    ranks(1, copied_after_a_call)
+
+
+@on_ranks
 def after_zeros(per_head: bool) -> float:
     """The error of an output after a first call on zeros, which tell nothing; zero on one rank only in the second."""
     case, mesh = LatentCase(16, True), cp_mesh()
