@@ -366,7 +366,7 @@ class BatchState:
         Raises:
             ValueError: if this thread is in the block of a batch that was split otherwise than the call expects.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or checkpoint.in_recompute():  # the forward was in a block of its own
             return
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         of_buffers = self.layouts_of_buffers[-1:]

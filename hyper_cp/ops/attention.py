@@ -247,7 +247,8 @@ def attention(
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on
             the CPU (a list or tensor, or one per batch row): only positions of one document see each
             other. They may have any length and begin anywhere. None: those of the enclosing ``handler.documents``
-            block, if there is one and there are as many keys as queries.
+            block, if there is one and there are as many keys as queries; where these are another sequence, pass
+            ``[0, S]`` and an ``attn_mask``, since documents say nothing about it.
         dropout_p: probability that a weight is dropped (never the same pairs on two ranks, the same ones in a
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.

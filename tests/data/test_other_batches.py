@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.ops import attention, causal_conv1d
@@ -55,6 +56,24 @@ def test_a_handler_of_another_layout_than_the_model_is_refused(ranks: Any, way: 
         words = "layout='contiguous', and the handler of this batch splits it as 'head_tail'"
         ranks.raises(2, "ValueError", words, other_layout, way, kind, "head_tail", timeout=100)
         ranks(2, other_layout, way, kind, "contiguous", timeout=100)
+
+
+@on_ranks
+def recomputed_in_a_later_block(use_reentrant: bool) -> None:
+    """A module in a checkpoint, whose backward runs in the block of a batch of another layout."""
+    handler, other = (ContextParallelHandler(cp_mesh(), layout) for layout in ("head_tail", "contiguous"))
+    style = ContextParallel(2, 1, **STYLES["ring"], layout="head_tail")
+    (module, batch), (_, later) = model_and_batch(style, handler), model_and_batch(style, other)
+    x = batch["x"].requires_grad_()
+    with handler.documents(batch):
+        loss = checkpoint(module, x, x, x, use_reentrant=use_reentrant).sum()
+    with other.documents(later):
+        loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recompute_belongs_to_the_batch_of_its_forward(ranks: Any, use_reentrant: bool) -> None:
+    ranks(2, recomputed_in_a_later_block, use_reentrant)
 
 
 @on_ranks
