@@ -240,8 +240,8 @@ def attention(
         load_balance: head-tail exchange of queries on contiguous data (causal only; otherwise
             nothing is unbalanced and nothing is exchanged).
         attn_mask: bool (True is visible) or added to the logits, broadcastable to ``[B, H, S, S]`` over
-            *global* positions; its query dimension may be this rank's own. No gradient for it. A mask
-            that is exactly causal is treated as ``is_causal`` (checked once per tensor).
+            *global* positions; its query dimension may be this rank's own, at a Ulysses degree of 1. No gradient for
+            it. A mask that is exactly causal is treated as ``is_causal`` (checked once per tensor).
         window: ``(left, right)``: the most positions that a query sees before and after its own;
             None (or -1): no bound.
         documents: cumulative lengths ``[0, ..., S]`` of documents packed into the sequence, global, on

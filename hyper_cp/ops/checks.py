@@ -581,10 +581,11 @@ def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[
         and mask.shape[3] in (1, lengths[1])
     )
     if not fits:
+        whose = "this rank's" if degree == 1 else f"the {degree} ranks' that exchange heads,"
         raise ValueError(
             f"attn_mask has shape {tuple(mask.shape)}. It must be broadcastable to [{q.shape[0]}, "
             f"{all_heads}, {lengths[0]}, {lengths[1]}] (batch, heads, global queries, global keys), "
-            f"or have this rank's {rows} queries in dimension 2. Build it for all {lengths[1]} positions of the "
+            f"or have {whose} {rows} queries in dimension 2. Build it for all {lengths[1]} positions of the "
             "sequence, and not for the local share; if the batch was padded to that length, pad the mask too, as "
             "get_batch_on_this_cp_rank does with an entry attention_mask"
         )
