@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_cp import ContextParallel
+from hyper_cp import ContextParallel, context_parallel_mesh, split_cp_mesh
 from tests.harness.attention_case import cp_mesh
 from tests.harness.diffusion import tiny_transformer
 from tests.harness.hf_models import InDouble
@@ -52,7 +52,9 @@ def diffusion_refused() -> list[tuple[str, str]]:
     prepare_transformer(prepared, mesh, style=ring)
     other = copy.deepcopy(prepared)  # a copy (of a moving average, say) has the hooks too, and has not compared inputs
     noise = {**inputs, "hidden_states": inputs["hidden_states"] + dist.get_rank()}
-    cached = copy.deepcopy(other)
+    cached, evaluated = copy.deepcopy(other), copy.deepcopy(other)
+    with context_parallel_mesh(evaluated, split_cp_mesh(mesh).cp(1)):
+        evaluated(**noise)  # each rank has an image of its own, and compares nothing
     cached.enable_cache(FirstBlockCacheConfig())
     second, of_second = tiny_transformer(FLUX2)
     prepare_transformer(second, mesh, style=ring)
@@ -60,6 +62,8 @@ def diffusion_refused() -> list[tuple[str, str]]:
     calls = {
         "ValueError: FluxTransformer2DModel: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) split batches "
         "that differ in hidden_states: ranks [1] have": lambda: other(**noise),
+        "ValueError: FluxTransformer2DModel: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) split batches "
+        "that differ in hidden_states": lambda: evaluated(**noise),
         "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or a c": lambda: cached(**inputs),
         "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples": lambda: prepared(
             **inputs, controlnet_block_samples=[inputs["hidden_states"]]
