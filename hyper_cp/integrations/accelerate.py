@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import accelerate
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -82,7 +83,7 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
         The handler that splits batches as ``style`` expects.
 
     Raises:
-        ValueError: if the accelerator has no cp mesh.
+        ValueError: if the accelerator has no cp mesh. From ``prepare``: for a loader whose batches it would dispatch.
     """
     mesh = cp_mesh(accelerator)
     handler = ContextParallelHandler(mesh, style)
@@ -94,6 +95,7 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
         )
     accelerator._prepare_cp = partial(_prepare, mesh, style)
     accelerator.prepare_scheduler = partial(_prepare_scheduler, accelerator, accelerator.prepare_scheduler)
+    accelerator.prepare_data_loader = partial(_prepare_loader, accelerator.prepare_data_loader)
     accelerator._cp_context = partial(_block, mesh, style)
     return handler
 
@@ -125,6 +127,19 @@ def _prepare(mesh: DeviceMesh, style: ContextParallel, *args: Any) -> tuple[Any,
                     "to tokens. Give both one style"
                 )
     return args
+
+
+def _prepare_loader(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The loader that ``accelerator.prepare`` makes; ``ValueError`` if the ranks of a mesh would get other rows."""
+    made = prepare(*args, **kwargs)
+    if isinstance(made, DataLoaderDispatcher):
+        raise ValueError(
+            "accelerate would read this loader on one process and dispatch its batches: the ranks of a cp mesh would "
+            "get other rows, and share a sequence. It does so for iterable datasets by default. Pass "
+            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to Accelerator (with Trainer: "
+            'accelerator_config={"dispatch_batches": False})'
+        )
+    return made
 
 
 class _Scheduler(AcceleratedScheduler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -485,6 +486,13 @@ def refused(case: str, directory: str) -> None:
         module = nn.MultiheadAttention(8, 2, batch_first=True)
         other = ContextParallel(qkv_indices=None, ulysses_degree=1, layout="head_tail")
         accelerator.prepare(parallelize_module(module, accelerator.torch_device_mesh["cp"], other))
+    elif case == "dispatched":
+
+        class Stream(torch.utils.data.IterableDataset[Tensor]):
+            def __iter__(self) -> Iterator[Tensor]:
+                return iter([x])
+
+        accelerator.prepare(torch.utils.data.DataLoader(Stream()))
     elif case == "own loss":
 
         class Pairs(Trainer):
@@ -527,6 +535,7 @@ def refused(case: str, directory: str) -> None:
         ("gradient", "ValueError", "requires a gradient.*handler.dispatch"),
         ("smoothing", "NotImplementedError", "label_smoothing_factor"),
         ("noise", "NotImplementedError", "neftune_noise_alpha=5.0"),
+        ("dispatched", "ValueError", r"ranks of a cp mesh would get other rows.*dispatch_batches=False\)"),
         ("own loss", "NotImplementedError", "Pairs computes its loss by itself"),
         ("layout", "ValueError", "runs with layout='head_tail', but enable .* layout='contiguous'"),
         ("outputs", "NotImplementedError", r"output of shape \(\) from MixtralForCausalLM.*ignore_keys"),
