@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ._torch import checkpoint, flex_patch
+from ._torch.compiling import is_compiling
 from ._torch.modes import past_modes
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
@@ -160,7 +161,7 @@ class context_parallel:
             if s.whole is not None and (s.shares_memory or memory[s.memory] > 1):
                 s.keep_before()
         routing = _Routing(self._binding, sharded)
-        if self._binding.active.parallel and not torch.compiler.is_compiling():
+        if self._binding.active.parallel and not is_compiling():
             readable = [s for s in sharded if s.buffer.device.type == "cpu" or not _Routing.read_once]
             routing.packed, _Routing.read_once = any(_counts_documents(s.buffer, s.dim) for s in readable), True
         for s in sharded:  # nothing fails from here on
@@ -388,27 +389,27 @@ class _Routing(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and self.shares:  # no guards on what every block has of its own
+        if not is_compiling() and self.shares:  # no guards on what every block has of its own
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
-        if func in BACKWARD and not torch.compiler.is_compiling():
+        if func in BACKWARD and not is_compiling():
             return differentiate(self, func, args, kwargs)
-        if func in _PRODUCTS and self.call.mesh.parallel and not torch.compiler.is_compiling() and self.responsible():
+        if func in _PRODUCTS and self.call.mesh.parallel and not is_compiling() and self.responsible():
             refuse_running_mixer(self.call.binding.style.allow, self in _blocks.entries)
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self.responsible():
-            if not torch.compiler.is_compiling() and getattr(func, "__name__", "") in MIXING_CALLS:
+            if not is_compiling() and getattr(func, "__name__", "") in MIXING_CALLS:
                 self._refuse_mixing(func, args, kwargs)
             out = attention_calls.PLAIN.get(func, func)(*args, **kwargs)
-            if func in _REQUIRE and not torch.compiler.is_compiling():
+            if func in _REQUIRE and not is_compiling():
                 for s in self.sharded:
                     s.require_gradients()
             # The result of `x += 1` is x, which must still be the buffer.
-            return out if torch.compiler.is_compiling() else self.buffers.get(id(out), out)
+            return out if is_compiling() else self.buffers.get(id(out), out)
         self.check_checkpoint("attention")
         call = self.call
         call.documents = call.mesh.views[0].batch.documents_of_call("attention in a context_parallel block")
-        if self.packed and call.documents is None and not torch.compiler.is_compiling():
+        if self.packed and call.documents is None and not is_compiling():
             self.packed = False
             warnings.warn(
                 "a buffer of this context_parallel block has positions that return to 0, as in packed documents, and "
@@ -424,7 +425,7 @@ class _Routing(DispatchMode):
     def check_checkpoint(self, what: str) -> None:
         """Raise ``NotImplementedError`` in a reentrant checkpoint (torch's or other code's), and ``RuntimeError`` in a
         recompute whose forward ran in a block with other settings."""
-        if torch.compiler.is_compiling():  # such a checkpoint is an error in a compiled graph
+        if is_compiling():  # such a checkpoint is an error in a compiled graph
             return
         if self.training and checkpoint.in_function_forward():
             raise NotImplementedError(

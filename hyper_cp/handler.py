@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ._torch import checkpoint
+from ._torch.compiling import is_compiling
 from .data import loss, rotary
 from .data.batch import LocalBatch, batch_of, read_batch
 from .data.collectives import by_rank
@@ -349,7 +350,7 @@ class ContextParallelHandler(Shares):
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents
             if table is not None:
-                if not torch.compiler.is_compiling():
+                if not is_compiling():
                     ends = tuple(table[:, -1].tolist())
                     if table is cu_seqlens and tokens_of(table) is None:
                         table = table.clone()  # the caller's own buffer, which may be written to before a recompute
@@ -359,14 +360,14 @@ class ContextParallelHandler(Shares):
         length, padded = (batch.length, batch.padded_length) if batch.padded_length else (None, None)
         of_batch = filled, batch.form, batch.counted, batch.of_samples
         split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
-        block = state.enter(table, split, None if torch.compiler.is_compiling() else tokens_of(table))
+        block = state.enter(table, split, None if is_compiling() else tokens_of(table))
         block.ran = batch.ran
         try:
             yield table
         finally:
             state.leave(block)
             batch.ran = block.ran
-        if not (block.used or torch.compiler.is_compiling()):
+        if not (block.used or is_compiling()):
             warnings.warn(
                 "a handler.documents block has ended, and nothing in it has read its documents. Attention that ran "
                 "in it was not context-parallel on this mesh, and saw across documents and padding. Apply "
@@ -466,7 +467,7 @@ class ContextParallelHandler(Shares):
         refuse_dtensor("mask", mask)
         whole, counted = loss.reduced_mesh(mesh, self.mesh), None
         check_ranks = loss.check_tokens(self.cp, losses, labels, mask, self.mesh, whole)
-        if getattr(losses, "requires_grad", False) and not torch.compiler.is_compiling():
+        if getattr(losses, "requires_grad", False) and not is_compiling():
             counted = self.cp.batch.weighed
             loss.refuse_other_ranks(counted, whole)
         loss.warn_of_sum(self.cp, gradients)
@@ -479,7 +480,7 @@ class ContextParallelHandler(Shares):
             return token_losses(given, labels, head, logits)
 
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
-        if not torch.compiler.is_compiling() and self.cp.batch.verified:
+        if not is_compiling() and self.cp.batch.verified:
             options["copies"] = self.cp.batch.copies(loss.ranks_of(whole))
         check = partial(loss.warn_of_counts, self.cp.batch, counted) if counted and counted.numbers else None
         return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)

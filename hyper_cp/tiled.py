@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ._torch.compiling import is_compiling
 from ._torch.leaves import has_hooks, other_leaf
 from ._torch.modes import tree_leaves
 from ._torch.once import once
@@ -125,7 +126,7 @@ class _Tiled:
                 "dimension of the sequence"
             )
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        if not torch.compiler.is_compiling() and any(has_hooks(p) for p in parameters):
+        if not is_compiling() and any(has_hooks(p) for p in parameters):
             raise NotImplementedError(
                 f"module {self._name} is tiled, and a weight of it has a hook (Tensor.register_hook), which would be "
                 "called for each chunk and for their sum. Use register_post_accumulate_grad_hook, or do not tile it"
@@ -152,7 +153,7 @@ class _Call:
         self, tiled: _Tiled, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, parameters: int
     ) -> None:
         self.module, self.parameters = tiled.module, parameters
-        compiled = torch.compiler.is_compiling()  # a compiled graph computes again with what it has saved
+        compiled = is_compiling()  # a compiled graph computes again with what it has saved
         self.weights = {} if compiled else {name: (p, writes(p)) for name, p in tiled.module.named_parameters()}
         self.args = [_CHUNK if a is x else a for a in args]
         self.kwargs = {name: _CHUNK if a is x else a for name, a in kwargs.items()}
@@ -189,7 +190,7 @@ class _Call:
 
     def check_leaves(self, out: Tensor, x: Tensor) -> None:
         """Raise ``NotImplementedError`` if a chunk was computed from a leaf that is no weight of the module."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             leaf = other_leaf(out, [x, *self.module.parameters()])
             if leaf is not None:
                 raise NotImplementedError(

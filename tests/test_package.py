@@ -166,6 +166,12 @@ def test_new_tensors_name_their_device() -> None:
     assert not found, "tensors on the default device:\n" + "\n".join(found)
 
 
+def test_one_thread_does_not_take_the_compilation_of_another_for_its_own() -> None:
+    """torch's flag is one for all threads: ``hyper_cp._torch.compiling`` has that of the thread."""
+    found = [module for module, path in modules() if "compiler.is_compiling" in path.read_text()]
+    assert not found
+
+
 @pytest.mark.slow
 def test_private_names_stay_at_home() -> None:
     """Private names of PyTorch stand in one room, its operators in the kernels; nobody reaches into a neighbour."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch._C import _autograd
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
+from .compiling import is_compiling
 from .version import moved
 
 _FORWARD, _BACKWARD = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
@@ -43,7 +44,7 @@ _Record = WeakKeyDictionary[object, tuple[Any, ...]]
 def batch_state(owner: object, read: Callable[[], tuple[Any, ...]]) -> Any:
     """The batch state for a call of ``owner``: that of its forward if this is a recompute, else what ``read`` returns,
     which is recorded."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return read()
     running = [(_record(checkpoint), recomputes) for checkpoint, recomputes in _checkpoints()]
     then = [record[owner] for record, recomputes in running if recomputes and owner in record]
@@ -66,7 +67,7 @@ def replayed(make: Callable[[], Tensor]) -> Tensor:
     For results that other bits of the inputs would change altogether. The calls of a recompute come in the order of
     those of its forward.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return make()
     running = [(_kept(checkpoint), recomputation) for checkpoint, recomputation in _recomputations(ended=False)]
     known = [kept.next(recomputation) for kept, recomputation in running if recomputation is not None]

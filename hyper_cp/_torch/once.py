@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .compiling import is_compiling
+
 
 def once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate the ``backward`` of what an error calls ``what``."""
@@ -32,7 +34,7 @@ def once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def refuse_a_second_time(what: str) -> None:
     """Raise ``NotImplementedError`` in a backward that is differentiated itself."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         raise NotImplementedError(
             f"{what}: backward with create_graph=True is not supported. A loss of its gradients would have none, or "
             "this rank's part alone. Leave it out of what is differentiated twice, or leave out create_graph"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._torch.compiling import is_compiling
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
 from ..mesh.padding import Form, Padding
@@ -70,14 +71,14 @@ _by_table: Any = WeakTensorKeyDictionary()
 
 def batch_of(table: Any) -> LocalBatch:
     """The state of the batch whose documents are this very table, if any; its entries were copied, say."""
-    known = isinstance(table, Tensor) and not torch.compiler.is_compiling()
+    known = isinstance(table, Tensor) and not is_compiling()
     found: LocalBatch | None = _by_table.get(table) if known else None
     return LocalBatch() if found is None else found
 
 
 def record_table(batch: LocalBatch) -> None:
     """Let :func:`batch_of` find the state of a batch by its table."""
-    if batch.documents is not None and not torch.compiler.is_compiling():
+    if batch.documents is not None and not is_compiling():
         state = _by_table[batch.documents] = LocalBatch()  # without the table, which would keep itself
         state.length, state.padded_length, state.form = batch.length, batch.padded_length, batch.form
 
@@ -445,7 +446,7 @@ def _warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, igno
     """
     labels = entries["labels"]
     tokens = next((entries[name] for name in ("input_ids", "tokens") if isinstance(entries.get(name), Tensor)), None)
-    if handler.cp.batch.batches or torch.compiler.is_compiling() or tokens is None or tokens.shape != labels.shape:
+    if handler.cp.batch.batches or is_compiling() or tokens is None or tokens.shape != labels.shape:
         return
     tokens, labels = (x.movedim(dim, -1) for x in (tokens, labels))
     if labels.is_meta or type(labels) is not Tensor or labels.device != tokens.device:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.compiling import is_compiling
 from .._torch.once import refuse_a_second_time
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_by_keys, gather_ranks
@@ -132,7 +133,7 @@ def rows_to_readers(x: Tensor, plan: ReadRows, mesh: str) -> Tensor:
 
 def by_rank(mesh: DeviceMesh, x: Tensor) -> Tensor:
     """Gather a small ``x`` from every rank of a mesh of any number of dimensions: ``[n, *x.shape]`` on all of them."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return gather_by_keys(_keys_of_axes(mesh), x)
     return gather_ranks(_axes(mesh), x)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._torch.compiling import is_compiling
 from ..mesh.arguments import check_choice, check_type, is_int
 from ..mesh.batch_state import BatchState
 from ..mesh.cp_mesh import CPMesh
@@ -52,7 +53,7 @@ def mean_loss(
         of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.detach().to(exact)]))
     if error is not None:
         raise ValueError(str(error))
-    if of_ranks.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere the host would wait
+    if of_ranks.device.type == "cpu" and not is_compiling():  # elsewhere the host would wait
         wrong = torch.nonzero(of_ranks[:, 1] == -torch.inf).flatten().tolist()
         if wrong:
             raise ValueError(
@@ -92,7 +93,7 @@ class NoClass(ValueError):
 
 def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
     """The mesh over which gradients are reduced: the one that was given, which contains the cp mesh, or that itself."""
-    if mesh is not None and torch.compiler.is_compiling():  # a graph sees another type, and no ranks
+    if mesh is not None and is_compiling():  # a graph sees another type, and no ranks
         return mesh
     check_type("mesh", mesh, (DeviceMesh, type(None)), "Gradients are reduced over its ranks. Pass a DeviceMesh")
     if mesh is not None and not set(cp.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist()):
@@ -154,7 +155,7 @@ def check_tokens(
         'mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count: in the block of the batch, '
         "mask=torch.ones_like(losses) leaves the padding out"
     )
-    if len(shape) > 2 or torch.compiler.is_compiling():
+    if len(shape) > 2 or is_compiling():
         raise error
 
     def check_ranks(numbers: Tensor) -> None:
@@ -168,7 +169,7 @@ def check_tokens(
 def refuse_idle(cp: CPMesh, styled: bool) -> None:
     """Raise ``RuntimeError`` if nothing has run over the whole sequence of the batch of this loss. ``styled``: the
     handler has the style of a model. (With the name of a layout only, attention may run in other code.)"""
-    if cp.size > 1 and not torch.compiler.is_compiling() and cp.batch.idle(ever=styled):
+    if cp.size > 1 and not is_compiling() and cp.batch.idle(ever=styled):
         raise RuntimeError(
             f"mean_loss of a batch that is split over the {cp}, on which no attention has run. The model has seen only "
             "this rank's share: its plan matches no module, prepare_model is missing, or its mesh is another one. "
@@ -178,12 +179,7 @@ def refuse_idle(cp: CPMesh, styled: bool) -> None:
 
 def warn_of_sum(cp: CPMesh, gradients: str) -> None:
     """Warn, once on a mesh, of a loss for gradients that are summed beside a wrapper that averages them."""
-    if (
-        gradients == "sum"
-        and cp.batch.averaged
-        and not cp.batch.warned_of_gradients
-        and not torch.compiler.is_compiling()
-    ):
+    if gradients == "sum" and cp.batch.averaged and not cp.batch.warned_of_gradients and not is_compiling():
         cp.batch.warned_of_gradients = True
         warnings.warn(
             'mean_loss has gradients="sum", and DDP or FSDP is around a model on this cp mesh. It averages gradients, '
@@ -199,7 +195,7 @@ def check_share(cp: CPMesh, per_token: Any) -> None:
     documents and attention did not know them.
     """
     state, shape = cp.batch, tuple(getattr(per_token, "shape", ()))
-    if not torch.compiler.is_compiling() and state.ignores_documents(per_token):
+    if not is_compiling() and state.ignores_documents(per_token):
         warnings.warn(
             "the batch of these labels has packed documents, and no attention call on this cp mesh has had documents: "
             "the documents see each other. Run the forward inside `with handler.documents(batch)`, or pass documents= "

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
@@ -228,7 +229,7 @@ class Shares:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
         self.cp.batch.lengths.record(tensor.shape[seq_dim] // self.cp.size, split=True)
-        if self.cp.agreement is not None and not torch.compiler.is_compiling():
+        if self.cp.agreement is not None and not is_compiling():
             self.cp.agreement.compare_tokens_later(tensor, self.style_of_model)
         ranges = resolved.ranges(self.cp.rank)
         return torch.cat([tensor.narrow(seq_dim, start, stop - start) for start, stop in ranges], dim=seq_dim)
@@ -273,14 +274,14 @@ def documents_for(
 def padded_table(shares: Shares, documents: Any) -> Tensor:
     """The table of ``documents``; padding up to :meth:`Shares.padded_length` is one more document."""
     table: Any = documents_table(documents)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         read(table).check_ascending()
     last = table[:, -1:]
     padded = torch.tensor([[shares.padded_length(int(length))] for length in last.flatten().tolist()], device="cpu")
     if torch.equal(padded, last):
         return table
     found = torch.cat([table, padded], dim=1)
-    return found if torch.compiler.is_compiling() else mark_tokens(found, _tokens(table, last, int(padded.max())))
+    return found if is_compiling() else mark_tokens(found, _tokens(table, last, int(padded.max())))
 
 
 def _tokens(table: Tensor, last: Tensor, length: int) -> Tensor:
@@ -309,7 +310,7 @@ def gradient_factor(cp: CPMesh, tensor: Tensor, gradients: str | None, caller: s
 
 
 def _warn_of_gradients(cp: CPMesh, tensor: Tensor, caller: str) -> None:
-    if torch.compiler.is_compiling() or not (cp.size > 1 and torch.is_grad_enabled() and tensor.requires_grad):
+    if is_compiling() or not (cp.size > 1 and torch.is_grad_enabled() and tensor.requires_grad):
         return
     if cp.batch.warned_of_gradients:
         return

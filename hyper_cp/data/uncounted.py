@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import checkpoint
+from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
 from ..mesh.arguments import is_int
 from ..mesh.cp_mesh import CPMesh
@@ -55,7 +56,7 @@ False at padding of its own, if that is asked for."""
 def _padding(cp: CPMesh, layout: str, x: Tensor, of_batch: bool) -> Tensor | None:
     """True where a tensor of this rank's tokens holds padding, in its shape; None: nowhere. ``of_batch``: also that
     which its batch has had itself."""
-    if torch.compiler.is_compiling():  # what is padding is known on the host, when the graph runs
+    if is_compiling():  # what is padding is known on the host, when the graph runs
         found: Tensor = padding_op(x, *cp.batch.inputs_of_padding, cp.key, layout, of_batch)
         return found
     at = _known_padding(cp, layout, x, _of_block(cp, layout, of_batch))

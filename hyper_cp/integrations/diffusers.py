@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from .._torch import checkpoint
+from .._torch.compiling import is_compiling
 from ..data.collectives import by_rank, with_gradient_of
 from ..data.loss import check_gradients
 from ..handler import ContextParallelHandler
@@ -370,7 +371,7 @@ class _Root:
     def compare_adapters(self, module: nn.Module) -> None:
         """Let the ranks compare their weights again, if the model has other parameters than in its last forward:
         adapters are drawn at random."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         names = [name for name, _ in module.named_parameters()]
         for found in bindings(module) if self.parameters not in ([], names) else ():
@@ -383,7 +384,7 @@ class _Root:
 
     def compare(self, caller: str, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once."""
-        if torch.compiler.is_compiling() or self.handler.cp.key in self.compared:
+        if is_compiling() or self.handler.cp.key in self.compared:
             return
         self.compared.add(self.handler.cp.key)
         sums: dict[str, list[float]] = {}

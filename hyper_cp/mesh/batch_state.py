@@ -6,10 +6,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .._torch import checkpoint
+from .._torch.compiling import is_compiling
 from .entries import Entries
 from .padding import Padding
 from .share_lengths import ShareLengths
@@ -144,7 +144,7 @@ class BatchState:
 
     def _documents_now(self) -> Tensor | None:
         blocks = self._this_thread.blocks
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return blocks.documents
         if not blocks.entered:
             blocks = self._blocks_of_backward() or blocks
@@ -245,7 +245,7 @@ class BatchState:
         """
         found = self._documents_now()
         blocks = self._this_thread.blocks
-        if torch.compiler.is_compiling() or blocks.entered or not self._threads or self._blocks_of_backward():
+        if is_compiling() or blocks.entered or not self._threads or self._blocks_of_backward():
             return found
         others = [other.thread.name for other in self._alive()]
         if others:
@@ -267,7 +267,7 @@ class BatchState:
         """
         found: Tensor | None
         (found,) = checkpoint.batch_state(self, lambda: (self.active_documents(caller),))
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return found
         if not checkpoint.in_foreign_recompute():
             self._had_documents = found is not None
@@ -366,7 +366,7 @@ class BatchState:
         Raises:
             ValueError: if this thread is in the block of a batch that was split otherwise than the call expects.
         """
-        if torch.compiler.is_compiling() or checkpoint.in_recompute():  # the forward was in a block of its own
+        if is_compiling() or checkpoint.in_recompute():  # the forward was in a block of its own
             return
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         of_buffers = self.layouts_of_buffers[-1:]
@@ -389,7 +389,7 @@ class BatchState:
         """Raise ``ValueError`` if a call has got the whole batch of the block that this thread is in. (Its documents
         are half as long, or less, which :meth:`record_call` comes too late to explain.)"""
         entered = self._this_thread.blocks.entered
-        if not torch.compiler.is_compiling() and entered and entered[-1].split is not None:
+        if not is_compiling() and entered and entered[-1].split is not None:
             self.lengths.refuse_whole(entered[-1].split, length)
 
     def mark_ran(self) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch.compiling import is_compiling
 from .failures import Transfer, here
 
 # The names changed in torch 2.13; the old ones warn there and are the only ones in 2.11.
@@ -352,7 +353,7 @@ def _sum_in_place(parts: list[Tensor]) -> Tensor:
 
 def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
     """Gather ``x`` of every rank of a mesh: ``[n, *x.shape]`` in rank order; ``axes`` innermost first."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return gather_by_keys([axis.key for axis in axes if axis.size > 1], x)
     # Some backends have no bool: bytes travel as bytes.
     wire = x.contiguous().view(torch.uint8) if x.dtype == torch.bool else x.contiguous()

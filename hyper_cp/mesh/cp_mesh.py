@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.compiling import is_compiling
 from .agreement import Agreement, Signature
 from .arguments import is_int
 from .batch_state import BatchState
@@ -85,7 +86,7 @@ class CPMesh:
                 on) since their last comparison. Nothing is recorded then.
             RuntimeError: if other ranks do not come to compare theirs within a time limit (see :mod:`.agreement`).
         """
-        if self.agreement is not None and not torch.compiler.is_compiling():
+        if self.agreement is not None and not is_compiling():
             self.agreement.compare_if_new(kind, signature, self, caller, once, details, always)
 
     def __str__(self) -> str:
@@ -176,7 +177,7 @@ def view(mesh: DeviceMesh, ulysses_degree: int | None = None) -> CPMesh:
     Process groups are made only for a true hybrid on a 1-D mesh, once per mesh and degree; all ranks of the mesh must
     make this call, in the same order, as for every collective. Ranks outside the mesh need not.
     """
-    if torch.compiler.is_compiling():  # a graph cannot depend on the identity of an object
+    if is_compiling():  # a graph cannot depend on the identity of an object
         return by_key(_key_of_view(mesh, ulysses_degree))
     if ulysses_degree is None or type(ulysses_degree) is int:
         kept = _VIEWS.get((id(mesh), ulysses_degree))

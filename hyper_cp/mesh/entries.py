@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.compiling import is_compiling
 from .padding import Padding
 from .split import Split
 
@@ -43,7 +44,7 @@ class Entries:
 
     def record(self, entries: Iterable[tuple[Tensor, Tensor | None]], padding: Padding) -> None:
         """Record a batch: its entries, which labels may be, each with True where it holds padding (None: nowhere)."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         alive = [(entry, x) for entry, x in self._latest if entry() is not None]
         for number, (x, past) in enumerate(entries):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from .._torch.compiling import is_compiling
 from .batch_state import BatchState
 
 
@@ -61,7 +62,7 @@ def caller() -> Caller | None:
 
 def calling(name: str) -> AbstractContextManager[None]:
     """The context of a module's call, by the name that errors use. (Ops of a compiled graph run outside of it.)"""
-    return nullcontext() if torch.compiler.is_compiling() else _Calling(Caller(name))
+    return nullcontext() if is_compiling() else _Calling(Caller(name))
 
 
 def backward_of(forward: Caller | None) -> AbstractContextManager[None]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-import torch
-
+from .._torch.compiling import is_compiling
 from .split import Split
 
 LENGTHS = 16
@@ -25,7 +24,7 @@ class ShareLengths:
 
     def record(self, length: int, split: bool = False) -> None:
         """Record the length of a share; ``split``: a handler has made it."""
-        if torch.compiler.is_compiling() or self._made.get(length, False) or (length in self._made and not split):
+        if is_compiling() or self._made.get(length, False) or (length in self._made and not split):
             return
         self._made[length] = split
         if len(self._made) > LENGTHS:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from .._torch.compiling import is_compiling
 from .._torch.modes import begin_no_graph, take_out
 from ..ops.decoding import decode_attention
 from ..ops.split_cache import SplitCache
@@ -60,7 +61,7 @@ class DispatchMode(EnteredMode):
             request = routed.read(call.binding.name, *args, **kwargs)
             unmasked, length = call.must_route and not request.masked, request.query.shape[-2]
             out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
-            if unmasked and not torch.compiler.is_compiling():
+            if unmasked and not is_compiling():
                 refuse_lengths_of_shares(call, length)
             return request.to_caller(out)
         if func is decode_attention and call.alive():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.compiling import is_compiling
 from .._torch.modes import unseen
 from .._torch.modules import (
     called_by_library,
@@ -272,7 +273,7 @@ class FirstForward(EnteredMode):
 
     def before(self, root: nn.Module, args: Any) -> None:
         """Begin to watch."""
-        if torch.compiler.is_compiling() or root.training in self.done or current_call() is not None:
+        if is_compiling() or root.training in self.done or current_call() is not None:
             return
         if self.thread is not None:
             if self.thread != threading.get_ident() or calls_running(root) > 1:
@@ -297,7 +298,7 @@ class FirstForward(EnteredMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self._inspect(func, args, kwargs)
         return attention_calls.PLAIN.get(func, func)(*args, **kwargs)
 
@@ -370,7 +371,7 @@ class FirstForward(EnteredMode):
 
     def after(self, root: nn.Module, args: Any, output: Any) -> None:
         """Raise if attention was not routed, or if no styled module ran."""
-        if torch.compiler.is_compiling() or self.thread != threading.get_ident() or calls_running(root) > 1:
+        if is_compiling() or self.thread != threading.get_ident() or calls_running(root) > 1:
             return
         self._end()
         if output is None and sys.exc_info()[0] is not None:  # an exception is on its way

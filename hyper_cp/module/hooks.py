@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import checkpoint, flex_patch
+from .._torch.compiling import is_compiling
 from .._torch.modules import calls_running, numbered_alike
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
@@ -61,7 +62,7 @@ class AttentionHooks:
         self._refuse_nesting(module)
         given, kwargs = documents_keyword(kwargs, self.takes_documents)
         mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
-        if torch.compiler.is_compiling():
+        if is_compiling():
             checkpoint.refuse_recompiled(self.name, documents is not None)
         call = RunningCall(self.binding, module, mesh, documents, latents=self.latents)
         calls.push(call)
@@ -80,7 +81,7 @@ class AttentionHooks:
 
     def _shares(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """Rows and positions of the tensors that the module is given, if it has not warned of these yet."""
-        if torch.compiler.is_compiling() or self.binding.warned:
+        if is_compiling() or self.binding.warned:
             return []
         seq = 0 if self.style.seq_dim == 0 else 1
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim == 3)
@@ -111,7 +112,7 @@ class AttentionHooks:
         with calling(self.name):
             qkv = self._ulysses(call, cp).to_heads(*qkv)
         length, heads = qkv[0].shape[seq], qkv[0].shape[head]
-        ambiguous = length == heads and not torch.compiler.is_compiling()
+        ambiguous = length == heads and not is_compiling()
         call.exchanged = ExchangedInputs(cp, length, heads, qkv[0].ndim, tuple(qkv) if ambiguous else ())
         positional, keywords = list(args), dict(kwargs)
         for w, x in zip(where, qkv, strict=True):
@@ -125,9 +126,7 @@ class AttentionHooks:
     def _refuse_nesting(self, module: nn.Module) -> None:
         while (outer := current_call()) is not None:
             # The call that begins here is on the stack too: where it is one of the same module, there must be another.
-            if outer.alive() and (
-                torch.compiler.is_compiling() or outer.module is not module or calls_running(module) > 1
-            ):
+            if outer.alive() and (is_compiling() or outer.module is not module or calls_running(module) > 1):
                 raise RuntimeError(
                     f"{self.name} was called inside {outer.binding.name}, and ContextParallel is applied to both. The "
                     "sequence would be exchanged twice. Apply it to one of them"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from .._torch.compiling import is_compiling
 from .._torch.leaves import broadcasts, joined, leaves_of
 from .._torch.modes import unseen
 from ..mesh.comm import gather_ranks
@@ -57,7 +58,7 @@ class LatentLayer:
 
     def keep_node(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Keep the node of the output of a call of the layer."""
-        if not torch.compiler.is_compiling() and not is_read(layer):
+        if not is_compiling() and not is_read(layer):
             self.made = output.grad_fn if isinstance(output, Tensor) else None
 
     def forget(self) -> None:
@@ -79,12 +80,12 @@ class LatentLayer:
         if found is None:
             say_heads_travel(self.owner, self.name, NO_WEIGHT)
             return k, v, call
-        if torch.compiler.is_compiling() and self.shared is None:
+        if is_compiling() and self.shared is None:
             say_heads_travel(self.owner, self.name, "ran in a compiled graph first")
             return k, v, call
         latent, weight, bias = found
         plain = len(weight) // q.shape[1] - v.shape[3]
-        now = None if torch.compiler.is_compiling() else (cp.key, conditions(self.module))
+        now = None if is_compiling() else (cp.key, conditions(self.module))
         if now is not None and now not in self.compared:
             before = self.shared
             if not self._compare(cp, latent, q, k, v, weight, bias, plain):

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.checkpoint import in_foreign_recompute
+from .._torch.compiling import is_compiling
 from .._torch.modules import hook_owners
 from ..mesh import cp_mesh
 from ..mesh.agreement import Agreement, Signature, digest
@@ -134,7 +134,7 @@ class Binding:
     def name(self) -> str:
         """The name of the module in errors. In compiled code it is that of its type, so that equal blocks share one
         graph."""
-        return self._type if torch.compiler.is_compiling() else self._name
+        return self._type if is_compiling() else self._name
 
     @name.setter
     def name(self, name: str) -> None:
@@ -163,7 +163,7 @@ class Binding:
     def record(self, q_heads: int, kv_heads: int, positions: int) -> tuple[int, int]:
         """Record the heads and the positions of a call; returns the heads. Another mesh is checked against the heads
         before it is used."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self.heads, self.positions = (q_heads, kv_heads), positions
         return q_heads, kv_heads
 
@@ -185,7 +185,7 @@ class Binding:
     def _refuse_foreign_recompute(self, packed: bool) -> None:
         """Raise ``RuntimeError`` if code of others recomputes this module in backward after the block that set the
         documents (or the mesh) of its forward has ended. ``packed``: this call has documents of a block."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         if self.forward_state is None or not in_foreign_recompute():
             self.forward_state = self.active, packed

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import checkpoint
+from .._torch.compiling import is_compiling
 from .._torch.modes import unseen
 from .._torch.modules import averaging_ranks, running_modules
 from ..mesh.agreement import digest, digest_of_tensor
@@ -77,7 +78,7 @@ def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any
     The first call of a module on a mesh compares its model across the ranks.
     """
     state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.active, *read()))
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         binding.ran = True
         if binding.first_call is not None and binding.active.parallel:
             binding.first_call(binding, module)
@@ -95,7 +96,7 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
         NotImplementedError: if DeepSpeed has partitioned the weights.
     """
     cp = mesh.views[0]
-    if torch.compiler.is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
+    if is_compiling() or cp.agreement is None or cp.agreement in binding.compared:
         return
     averaged = map(averaging_ranks, running_modules())
     cp.batch.averaged |= any(len({*ranks} & {*mesh.cp_dims.ranks}) > 1 for ranks in averaged)

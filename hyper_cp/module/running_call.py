@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import checkpoint
+from .._torch.compiling import is_compiling
 from .._torch.modules import is_running
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.share_lengths import FEW
@@ -79,7 +80,7 @@ class RunningCall:
 
     def alive(self) -> bool:
         """True if the module's call is still on the stack of this thread, or the block has not ended."""
-        return self.module is None or torch.compiler.is_compiling() or is_running(self.module)
+        return self.module is None or is_compiling() or is_running(self.module)
 
     def leave(self) -> None:
         """Undo what the call has begun."""
@@ -135,7 +136,7 @@ def _keep(call: RunningCall, rows: Tensor, cp: CPMesh, documents: Tensor | None)
 def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
     """Warn, once for a style on a module, of queries that are parts of this rank's share: as further batch rows, or one
     call after another."""
-    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4 or not call.mesh.parallel:
+    if is_compiling() or call.binding.warned or q.ndim != 4 or not call.mesh.parallel:
         return
     rows, length = q.shape[0], q.shape[2]
     call.calls[rows, length] = call.calls.get((rows, length), 0) + 1
@@ -158,7 +159,7 @@ def _warn_of_own_keys(call: RunningCall, request: AttentionRequest) -> None:
     """Warn, once for a style on a module, of keys that are more than queries and no share: each rank may have added
     some."""
     style, q, k = call.binding.style, request.query, request.key
-    if torch.compiler.is_compiling() or call.binding.warned or q.ndim != 4 or k.ndim != 4 or not call.mesh.parallel:
+    if is_compiling() or call.binding.warned or q.ndim != 4 or k.ndim != 4 or not call.mesh.parallel:
         return
     more = k.shape[2] - q.shape[2]
     known = style.cross_attention or request.masked or style.mode.kv_exchange == "replicated"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_type
 from ..mesh.cp_mesh import CPMesh
@@ -77,7 +78,7 @@ def attend(
     Args:
         q, k, v: ``[B, H, S, D]``, this rank's share of the sequence; with ``exchanged`` that of its whole ring rank.
     """
-    if not isinstance(core, TileEngine) and torch.compiler.is_compiling() and not core.compiles(cp, mode, call):
+    if not isinstance(core, TileEngine) and is_compiling() and not core.compiles(cp, mode, call):
         return _outside_the_graph(q, k, v, cp, mode, call, core, exchanged)
     with calling(call.name):
         return _attend(q, k, v, cp, mode, call, core, exchanged)

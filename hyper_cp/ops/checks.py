@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 
 from .._torch import checkpoint
+from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
 from ..mesh.arguments import check_int, check_number, check_type
 from ..mesh.cp_mesh import CPMesh
@@ -103,7 +104,7 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
     Only a signature that is new on this rank is compared: the shapes, dtypes and options of a call, or a table of
     documents.
     """
-    if cp.agreement is None or torch.compiler.is_compiling():
+    if cp.agreement is None or is_compiling():
         return
     if mode.kv_exchange == "replicated" and cp.ulysses.size == 1:
         return  # nothing travels, so ranks may make as many such calls as they like
@@ -486,7 +487,7 @@ def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, given: Any, name: str) -
 def check_places(name: str, cp: CPMesh, layout: str, table: Tensor | None) -> None:
     """Raise ``ValueError`` for documents of a call that have not placed the tokens of the batch in whose block it is
     made, in a layout that places tokens by documents."""
-    if torch.compiler.is_compiling() or table is None or cp.size == 1 or not layouts.by_documents(layout):
+    if is_compiling() or table is None or cp.size == 1 or not layouts.by_documents(layout):
         return
     placing, given = documents.read(cp.batch.documents_in_block), documents.read(table)
     if placing is None or given is None or placing.rows == given.rows:

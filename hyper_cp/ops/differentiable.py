@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from .._torch.compiling import is_compiling
+
 
 def differentiable(
     name: str,
@@ -54,7 +56,7 @@ def differentiable(
     function: Any = type(name, (torch.autograd.Function,), methods)
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return op(*arguments)
         refuse_dtensor("tensor", arguments[0])  # of combine and roll_tensor: others have checked theirs
         if not torch.is_grad_enabled():  # with gradients PyTorch refuses tangents by itself
@@ -80,7 +82,7 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def refuse_forward_mode(caller: str, *tensors: Tensor) -> None:
     """Raise ``NotImplementedError`` if a tensor has a tangent, which the ops of this library would lose in silence."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     for x in tensors:
         if forward_ad.unpack_dual(x).tangent is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
+from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
 from ..mesh.cp_mesh import CPMesh
 from ..schedule.layout import by_documents
@@ -48,7 +49,7 @@ class Flex:
         alone = cp.size == 1 and call.documents is None and mode.window is None
         aux = self.options.get("return_aux")
         max_scores = call.max_logits or bool(getattr(aux, "max_scores", False))
-        if torch.compiler.is_compiling() or (alone and not (call.max_logits or mode.max_logits)):
+        if is_compiling() or (alone and not (call.max_logits or mode.max_logits)):
             return self, call
         mask_mod = None if self.block_mask is None else self.block_mask.mask_mod
         score = Mods(self.score_mod, mask_mod, self.block_mask, q)
@@ -136,7 +137,7 @@ def local_mask(mask: BlockMask, q: Tensor, kv_length: int, cp: CPMesh, layout: s
     Its blocks are kept as long as the user's mask lives, so that layers share them. (Compiled: part of the graph.)
     """
     blocks = block_tensors(mask)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         local = _local(mask, blocks, q, kv_length, cp, layout)
     else:
         key = (cp.key, layout, q.shape[1], q.shape[2])

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.compiling import is_compiling
 from ..mesh import comm, cp_mesh, nans
 from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import backward_of, operation
@@ -89,7 +90,7 @@ def best_groups(q: Tensor, k: Tensor, v: Tensor, cp: CPMesh) -> int:
     if 0 in heads or heads[0] % degree or heads[0] % heads[1]:
         return 1
     # Lengths may be open in a graph, too.
-    tokens = choices.TOKENS if torch.compiler.is_compiling() else q.shape[0] * q.shape[2]
+    tokens = choices.TOKENS if is_compiling() else q.shape[0] * q.shape[2]
     return chosen_groups(possible_groups(*heads, cp), heads[0], tokens, q.device.type)
 
 

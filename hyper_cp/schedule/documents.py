@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._torch.compiling import is_compiling
 from .derived import Owner
 from .ranges import Documents
 
@@ -187,7 +188,7 @@ def read(table: Tensor | None) -> PackedDocuments | None:
     """
     if table is None:
         return None
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _read_outside_of_graphs(table)
     known = _known.get(id(table))
     if known is not None and known[0]() is table and known[1] == _bytes(table):
@@ -251,5 +252,5 @@ def tokens_of(table: Tensor | None) -> Tensor | None:
 
 def check_documents(table: Tensor | None, length: int) -> None:
     """Raise ``ValueError``, before any communication, if documents do not fit a global length."""
-    if table is not None and not torch.compiler.is_compiling():
+    if table is not None and not is_compiling():
         read(table).check_length(length)

@@ -315,6 +315,40 @@ def test_copies_of_a_batch_know_its_padding(ranks: Any) -> None:
 
 
 @on_ranks
+def prepared_beside_a_compilation() -> dict[str, float]:
+    """Errors of means of a batch that another thread has prepared, while this one compiled."""
+    handler, g = ContextParallelHandler(cp_mesh(), "contiguous"), torch.Generator().manual_seed(0)
+    x, target = torch.randn(2, 9, 3, generator=g, dtype=torch.float64), torch.randint(1, 3, (2, 9), generator=g)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 4:] = 0
+    batches: list[Any] = []
+
+    def prepare() -> None:
+        batches.append(handler.get_batch_on_this_cp_rank({"x": x, "target": target, "attention_mask": mask}))
+
+    def backend(graph: Any, _: Any) -> Any:
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        thread.join()
+        return graph.forward
+
+    torch.compile(torch.nn.Linear(3, 3), backend=backend)(torch.ones(2, 3))
+    (local,) = batches
+    losses = F.cross_entropy(x.mT, target, reduction="none")
+    own = F.cross_entropy(local["x"].mT, local["target"], reduction="none")
+    found = {"behind": handler.mean_loss(local["x"], local["target"], elsewhere=True) - losses.mean()}
+    with handler.documents(local):
+        ones = handler.mean_loss(own, mask=torch.ones_like(own), elsewhere=True)
+        found["mask"] = ones - losses[mask.bool()].mean()
+    return {name: abs(float(x)) for name, x in found.items()}
+
+
+def test_a_batch_that_is_prepared_beside_a_compilation(ranks: Any) -> None:
+    for found in ranks(2, prepared_beside_a_compilation):
+        assert max(found.values()) <= 1e-12, found
+
+
+@on_ranks
 def means_of_copies() -> dict[str, float]:
     """Errors of means with copied labels of another name, filled up with 0, in a block of the batch's table."""
     handler, g = ContextParallelHandler(cp_mesh(), "contiguous"), torch.Generator().manual_seed(0)

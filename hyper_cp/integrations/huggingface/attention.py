@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..._torch import checkpoint
+from ..._torch.compiling import is_compiling
 from ...ops.attention import cp_attention
 from ...ops.config import Call
 from ...ops.kernels import scores
@@ -289,7 +290,7 @@ def attention_forward(
             "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
             "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         state.callers.append(module)
     if isinstance(position_bias, QueryBias) and options.get("sinks") is not None:
         position_bias, options = with_sinks(position_bias, state.style.mode.max_logits, options)
@@ -450,7 +451,7 @@ def _refuse_unsupported(name: str, options: dict[str, Any]) -> None:
             f"{name} asks for {', '.join(wanted)} in attention, which context parallelism does not support yet. "
             "Set attention_dropout=0.0 in the config, or use a model without position biases and paged caches"
         )
-    if options.get("output_attentions") and not torch.compiler.is_compiling():
+    if options.get("output_attentions") and not is_compiling():
         warnings.warn(
             f"{name} got output_attentions=True, and returns no attention weights: no rank has those of all keys. (On "
             "one device SDPA returns none either.) Leave it out, or run the model with eager attention on one device",

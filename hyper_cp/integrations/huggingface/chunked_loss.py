@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..._torch.compiling import is_compiling
 from ...data.batch import shifted
 from ...data.head import Logits, check_head, log_probs
 from .outputs import wants_tuple
@@ -142,7 +143,7 @@ class ChunkedLoss:
         """Defer the head for a forward that computes a loss."""
         if kwargs.get("labels") is None:
             return
-        if torch.compiler.is_compiling():
+        if is_compiling():
             raise NotImplementedError(
                 f"{self.name} is compiled as a whole, with chunked_loss=True, which replaces its head for the time of "
                 "a forward. Compile its layers instead, or use chunked_loss=False"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..._torch import checkpoint
+from ..._torch.compiling import is_compiling
 from ..._torch.modules import is_running
 from ...data.packing import PreparedBatch
 from ...module.mesh_binding import Style, StyledMesh
@@ -98,7 +98,7 @@ def end(decoder: nn.Module) -> None:
 def _innermost() -> tuple[nn.Module | None, State | None]:
     """The decoder whose forward is the innermost one that runs in this thread, and its state."""
     while (top := _forwards.top) is not None:
-        if torch.compiler.is_compiling() or is_running(top[0]):
+        if is_compiling() or is_running(top[0]):
             return top
         _forwards.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
     return None, None
@@ -118,7 +118,7 @@ def state_for(owner: nn.Module) -> State | None:
     """The state of the running forward; in a recompute, that of the forward in which ``owner`` was called first."""
     state: State | None
     (state,) = checkpoint.batch_state(owner, lambda: (running(),))
-    if state is None and torch.compiler.is_compiling():
+    if state is None and is_compiling():
         checkpoint.refuse_unknown_batch(type(owner).__name__)
     return state
 

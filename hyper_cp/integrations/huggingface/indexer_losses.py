@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch import checkpoint
+from ..._torch.compiling import is_compiling
 from ...mesh.cp_mesh import CPMesh
 from ...module.thread_stack import ThreadStack
 from ...ops.attention import attend
@@ -41,7 +42,7 @@ class IndexerLosses:
     def refuse_where_lost(name: str, found: bool = True) -> None:
         """Raise where a loss would leave a layer without its gradients. ``found``: False if what an indexer scored has
         not come to the attention of its layer, as in compiled code."""
-        compiled = torch.compiler.is_compiling() or not found
+        compiled = is_compiling() or not found
         if compiled or checkpoint.in_function_forward():
             where = "compiled" if compiled else "in the forward of an autograd function (a reentrant checkpoint)"
             raise NotImplementedError(

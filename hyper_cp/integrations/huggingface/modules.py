@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ..._torch.compiling import is_compiling
 from ..._torch.modules import hook_owners, is_running
 from ...module.mixers.calls import RunningMixer, running_mixer
 from ...module.mixers.hooks import MixerHooks
@@ -106,7 +107,7 @@ class _Sdpa(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A KeyboardInterrupt ends a module's call without its hooks.
-        alive = torch.compiler.is_compiling() or is_running(self.module)
+        alive = is_compiling() or is_running(self.module)
         if func is F.scaled_dot_product_attention and alive:
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._torch import checkpoint
+from ..._torch.compiling import is_compiling
 from ..._torch.modes import unseen
 from ..._torch.modules import is_running
 from ...mesh import cp_mesh
@@ -51,7 +52,7 @@ class RunningMixer:
 
     def alive(self) -> bool:
         """True while the module's call is on the stack of this thread, or the block has not ended."""
-        return self.module is None or torch.compiler.is_compiling() or is_running(self.module)
+        return self.module is None or is_compiling() or is_running(self.module)
 
     def current(self) -> RunningMixer | None:
         """The mixer itself; a block may leave a call to another one."""
@@ -426,13 +427,13 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def routed(*args: Any, **kwargs: Any) -> Any:
         mixer = running_mixer()
         if mixer is None:
-            if not torch.compiler.is_compiling() and (watch := watching.top) is not None:
+            if not is_compiling() and (watch := watching.top) is not None:
                 watch.inspect_recurrence(name, (*args, *kwargs.values()))
             return original(*args, **kwargs)
         mixer.routed = True
         if mixer.module is not None:  # blocks examine checkpoints themselves
             checkpoint.refuse_without_gradients(mixer.name, name, mixer.grad_enabled)
-        if not known and not torch.compiler.is_compiling():
+        if not known and not is_compiling():
             given = [(key, x if isinstance(x, (bool, str)) else None) for key, x in (*enumerate(args), *kwargs.items())]
             before = compared.setdefault(mixer.cp.batch, set())
             if (now := (torch.is_grad_enabled(), *given)) not in before:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.compiling import is_compiling
 from ..._torch.modules import calls_running
 from ...mesh.cp_mesh import CPMesh
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
@@ -69,7 +69,7 @@ class MixerHooks:
         """Route the calls of a module that begins to run; None: one rank, nothing is routed."""
         while (outer := running_mixers.top) is not None:
             # The call that begins here is on the stack of Python too: another one of the same module needs two.
-            alone = not torch.compiler.is_compiling() and outer.module is module and calls_running(module) < 2
+            alone = not is_compiling() and outer.module is module and calls_running(module) < 2
             if outer.alive() and not alone:
                 break
             running_mixers.remove(outer)  # a KeyboardInterrupt ended that call without its hooks

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.compiling import is_compiling
 from ..._torch.modes import unseen
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
@@ -197,7 +198,7 @@ class NamedMixerHooks(StyledMixerHooks):
             return self.original(*args, **kwargs)
         mixer.routed = True
         given = self._given(args, kwargs)
-        if not torch.compiler.is_compiling() and (now := (mixer.cp.key, conditions(self.module))) not in self.compared:
+        if not is_compiling() and (now := (mixer.cp.key, conditions(self.module))) not in self.compared:
             self._compare(mixer, given)
             self.compared.add(now)
         return self._computed(mixer, given)

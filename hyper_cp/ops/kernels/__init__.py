@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..._torch.compiling import is_compiling
 from ...schedule.tiles import Band
 from . import cpu, cuda, npu, triton_selected
 from .inputs import Kernel, TileInputs
@@ -156,7 +156,7 @@ def choose(
                 "Set dropout to 0.0, or allow plain math only: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
             )
         return REFERENCE.name
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return ""
     entry = _accepting(q, k, v, is_causal, scores, selected)
     name = REFERENCE.name if entry is None else entry.kernel.name

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..._torch.compiling import is_compiling
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import documents as packed
 from ...schedule import layout as layouts
@@ -34,7 +34,7 @@ def agree(
     """Raise ``ValueError`` on every rank if the ranks call with other shapes, layouts or documents, or with decays that
     grow. (Values are read in the first call of a kind only: on an accelerator the host waits for them.)"""
     refuse_forward_mode(name, *(x for x in tensors if x is not None))
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if cp.agreement is None:
         if decay is not None and decay.device.type == "cpu":
@@ -73,7 +73,7 @@ def _check_decay(name: str, decay: Tensor) -> None:
 def check_layout_of(name: str, cp: CPMesh, layout: str, documents: Tensor | None, batch: int, length: int) -> None:
     """Raise ``ValueError`` unless a share of ``length`` positions, in ``batch`` rows, fits the layout and documents."""
     layouts.check_layout(layout)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     table = packed.read(documents)
     try:

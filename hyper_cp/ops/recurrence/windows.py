@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..._torch.compiling import is_compiling
 from ..._torch.once import once
 from ...mesh import cp_mesh, nans
 from ...mesh.arguments import check_int, check_sequence
@@ -89,7 +90,7 @@ def windows(
         check_int("shifts", shift, "Each is a distance to an earlier row", least=0)
     check_int("every", every, "Windows end at this distance from each other")
     _check_fill(x, fill)
-    if every > 1 and torch.compiler.is_compiling():
+    if every > 1 and is_compiling():
         raise NotImplementedError(
             f"{name}: every={every} in compiled code. How many windows a rank has depends on its positions. Call it "
             "outside of the compiled function"
