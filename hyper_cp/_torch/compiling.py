@@ -10,7 +10,7 @@ from torch._guards import CompileContext
 
 def is_compiling() -> bool:
     """True in code that ``torch.compile`` or ``torch.export`` traces, and in what this thread runs while it does; False
-    in a thread that prepares the next batch meanwhile, say."""
+    in a thread that prepares the next batch while another one compiles. (An export is one of all threads.)"""
     # In traced code a constant, of which Dynamo notes that it is another one in eager mode: it runs no frame eagerly
     # then because nothing in it is traced.
     if torch.compiler.is_dynamo_compiling():

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, TypeGuard, cast
 from weakref import ref
 
@@ -584,7 +585,10 @@ class DecoderHook:
             check_padding(module, self.mixers, handler.layout, batch, tokens)
             self._check_eager(module, batch)
             passed = frozenset(kwargs)
-            samples = handler.cp.batch.of_samples and batch.documents is not None
+            packed = read(batch.documents) if handler.cp.batch.of_samples else None
+            if packed is not None and (batch.numbered or kwargs.get("position_ids") is None):
+                batch = self._numbered_anew(batch, packed, kwargs)
+            samples = packed is not None
             counted, positions = self._complete(handler, tokens, batch, kwargs, samples)
             state = ForwardState(
                 batch,
@@ -700,11 +704,6 @@ class DecoderHook:
             # Mixers set padding to zero.
             kwargs["attention_mask"] = no_mask(tokens.device) if self.direct else counted
         padded = batch.tokens is not None or batch.keys is not None
-        if samples and self.position_maker is not None and kwargs.get("position_ids") is None:
-            raise ValueError(
-                f"{self.binding.name} makes positions of the ids of its tokens, and would go on counting from one "
-                "sample of the micro-batch to the next. Pass position_ids that begin anew in each of them"
-            )
         counts = self.position_maker is not None or (self.counts_mask and padded and not samples)
         if counts and (batch.numbered or kwargs.get("position_ids") is None):
             kwargs["position_ids"] = self._counted(handler, tokens, counted, batch.documents)
@@ -716,6 +715,17 @@ class DecoderHook:
             kwargs["use_cache"] = False
         # Tables of positions need not be longer than the sequence: what is behind it is padding.
         return counted, positions.clamp(max=batch.last_position) if batch.numbered else positions
+
+    def _numbered_anew(self, batch: PreparedBatch, packed: PackedDocuments, kwargs: dict[str, Any]) -> PreparedBatch:
+        """A batch of samples without position ids of the caller's: positions will begin anew in each sample."""
+        if self.position_maker is not None:
+            raise ValueError(
+                f"{self.binding.name} makes positions of the ids of its tokens, and would go on counting from one "
+                "sample of the micro-batch to the next. Pass position_ids that begin anew in each of them"
+            )
+        kwargs.pop("position_ids", None)
+        longest = max(b - a for row in packed.rows for a, b in pairwise(row))
+        return replace(batch, last_position=longest - 1, numbered=False)
 
     def _counted(
         self, handler: ContextParallelHandler, tokens: Tensor, counted: Tensor, documents: Tensor | None

@@ -357,6 +357,8 @@ def means_of_copies() -> dict[str, float]:
     want = F.cross_entropy(x[0], target[0])
     moved = {name: entry.clone() for name, entry in local.items()}
     tables = {"own": local.documents, "pickled": pickle.loads(pickle.dumps(local)).documents}
+    alone = ContextParallelHandler(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"], "contiguous")
+    tables["of another mesh"] = alone.get_batch_on_this_cp_rank({"x": x, "cu_seqlens": torch.tensor([0, 9])}).documents
     found = {}
     for name, table in tables.items():
         with handler.documents(table):

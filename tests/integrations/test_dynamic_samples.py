@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, DynamicContextParallel, context_parallel_mesh, dynamic_steps, split_cp_mesh
 from hyper_cp.data.dynamic import CostModel
-from hyper_cp.hf import prepare_model
-from tests.harness.hf_causal import CAUSAL, tiny_causal
+from hyper_cp.hf import prepare_batch, prepare_model
+from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_models import InDouble
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import RankError, Ranks, on_ranks, sum_over_ranks
@@ -32,11 +33,11 @@ def gradients(model: Any) -> Any:
 
 
 @on_ranks
-def error_of_steps(kind: str, degree: int, with_positions: bool, head: str = CAUSAL) -> float:
+def error_of_steps(kind: str, degree: int, given: str) -> float:
     """The error of the gradients of micro-batches of several samples."""
     g = torch.Generator().manual_seed(3)
     samples = [torch.randint(3, 60, (n,), generator=g) for n in LENGTHS]
-    alone, model = tiny_causal(kind, head), tiny_causal(kind, head)
+    alone, model = tiny_causal(kind), tiny_causal(kind)
     for x in samples:
         with InDouble():
             loss_sum(alone(input_ids=x[None], use_cache=False).logits, x[None]).backward()
@@ -48,15 +49,24 @@ def error_of_steps(kind: str, degree: int, with_positions: bool, head: str = CAU
         with step.mesh(model) as handler, InDouble():
             whole = step.pack(samples), step.positions(), step.pack(samples, pad_value=-100)
             ids, positions, labels = (handler.dispatch(x, 1) for x in whole)
-            given = {"position_ids": positions} if with_positions else {}
-            step.loss(loss_sum(model(input_ids=ids, **given).logits, labels), 1, gradients="sum").backward()
+            local: Any = {"input_ids": ids}
+            if given == "positions":
+                local["position_ids"] = positions
+            elif given == "batch":
+                local = prepare_batch(handler, {"input_ids": whole[0]})
+            step.loss(loss_sum(model(**local).logits, labels), 1, gradients="sum").backward()
     return relative_error(sum_over_ranks(gradients(model))[0], gradients(alone))
 
 
-@pytest.mark.parametrize("degree, with_positions", [(1, True), (2, True), (2, False)])
-@pytest.mark.parametrize("kind", ["bart", "musicgen", "inkling_text", "opt", "gpt2", "llama4_text", "qwen4_exp_text"])
-def test_gradients_are_those_of_each_sample_alone(ranks: Ranks, kind: str, degree: int, with_positions: bool) -> None:
-    assert max(ranks(2, error_of_steps, kind, degree, with_positions)) < 1e-9
+KINDS = ["bart", "musicgen", "inkling_text", "opt", "gpt2", "llama4_text", "qwen4_exp_text"]
+CASES = [*product(KINDS, [2], ["positions", "none"]), *product(["gpt2", "opt", "bart"], [1, 2], ["batch"])]
+
+
+@pytest.mark.parametrize(
+    "kind, degree, given", [*CASES, ("llama4_text", 1, "positions"), ("qwen4_exp_text", 1, "none")]
+)
+def test_gradients_are_those_of_each_sample_alone(ranks: Ranks, kind: str, degree: int, given: str) -> None:
+    assert max(ranks(2, error_of_steps, kind, degree, given)) < 1e-9
 
 
 @on_ranks
@@ -82,7 +92,8 @@ def test_every_mesh_compares_its_tokens_in_its_first_forward(ranks: Ranks) -> No
     assert max(ranks(4, first_forwards)) < 1e-9
 
 
-def test_counts_of_ids_are_not_those_of_samples(ranks: Ranks) -> None:
+@pytest.mark.parametrize("given", ["none", "batch"])
+def test_counts_of_ids_are_not_those_of_samples(ranks: Ranks, given: str) -> None:
     with pytest.raises(RankError, match="go on counting from one sample of the micro-batch to the next") as found:
-        ranks(2, error_of_steps, "roberta", 2, False)
+        ranks(2, error_of_steps, "roberta", 2, given)
     assert str(found.value).count("go on counting") == 2
