@@ -337,9 +337,7 @@ class ContextParallelHandler(Shares):
             if the block cannot be around the forward (a pipeline), or if activation checkpointing is not torch's own,
             which records the documents of its forward.
         """
-        batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else batch_of(cu_seqlens)
-        if batch is not cu_seqlens and batch.padded_length and self.padded_length(batch.length) != batch.padded_length:
-            batch = LocalBatch()  # a batch of another mesh: this one fills it up otherwise
+        batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else batch_of(self, cu_seqlens)
         copied, ends, filled = batch is cu_seqlens and not batch.padded_length, (), None
         if batch.padded_length:
             table = batch.documents if batch is cu_seqlens else cu_seqlens

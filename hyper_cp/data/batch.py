@@ -69,11 +69,13 @@ class LocalBatch:
 _by_table: Any = WeakTensorKeyDictionary()
 
 
-def batch_of(table: Any) -> LocalBatch:
-    """The state of the batch whose documents are this very table, if any; its entries were copied, say."""
+def batch_of(handler: Shares, table: Any) -> LocalBatch:
+    """The state of the batch whose documents are this very table (its entries were copied, say), if the handler fills
+    it up alike: another one may have made it, for another mesh."""
     known = isinstance(table, Tensor) and not is_compiling()
     found: LocalBatch | None = _by_table.get(table) if known else None
-    return LocalBatch() if found is None else found
+    alike = found is not None and handler.padded_length(found.length) == found.padded_length
+    return found if found is not None and alike else LocalBatch()
 
 
 def record_table(batch: LocalBatch) -> None:

@@ -366,24 +366,33 @@ class BatchState:
         Raises:
             ValueError: if this thread is in the block of a batch that was split otherwise than the call expects.
         """
-        if is_compiling() or checkpoint.in_recompute():  # the forward was in a block of its own
+        if is_compiling():
             return
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
+        split = (entered or opened)[-1].split if entered or opened else None
+        try:
+            if ranks > 1:
+                self._check_split(split, length, layout, ranks)
+        except ValueError:
+            if checkpoint.in_recompute():  # of a forward in a block of its own (few calls come here: looking is slow)
+                return
+            raise
+        if length not in self.lengths:
+            if ranks > 1:
+                self.lengths.warn_of_change(length, split if entered else None)
+            self.lengths.record(length)
+
+    def _check_split(self, split: Split | None, length: int, layout: str | None, ranks: int) -> None:
         of_buffers = self.layouts_of_buffers[-1:]
-        if of_buffers and ranks > 1 and layout not in (None, *of_buffers):
+        if of_buffers and layout not in (None, *of_buffers):
             (given,) = of_buffers
             raise ValueError(
                 f"attention or a recurrence runs with layout={layout!r}, in a context_parallel block that has split "
                 f"its buffers as {given!r} on the same mesh. It would assign wrong positions to tokens. Pass "
                 f"layout={given!r} to the function or the style, or layout={layout!r} to the block"
             )
-        split = (entered or opened)[-1].split if entered or opened else None
-        if split and ranks > 1:
-            self.lengths.check(split, length, layout, ranks, bool(entered))
-        if length not in self.lengths:
-            if ranks > 1:
-                self.lengths.warn_of_change(length, split if entered else None)
-            self.lengths.record(length)
+        if split:
+            self.lengths.check(split, length, layout, ranks, bool(self._this_thread.blocks.entered))
 
     def refuse_whole(self, length: int) -> None:
         """Raise ``ValueError`` if a call has got the whole batch of the block that this thread is in. (Its documents
