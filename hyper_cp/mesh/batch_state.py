@@ -33,7 +33,7 @@ class Block:
         self.ran = False
         """True if something has run over the whole sequence in the block."""
         self.used = documents is None
-        """True if something has read the documents, or there are none."""
+        """True if something that splits the sequence has run in the block, or read its documents, or there are none."""
         self.kinds: set[bool] = set()
         """The kinds of attention calls with the documents of the block: True for causal."""
 
@@ -331,7 +331,6 @@ class BatchState:
         if documents is None or not entered:
             return
         block = entered[-1]
-        block.used = True
         # The same table, and not an equal one: a recompute may have that of a block that has ended.
         if causal is None or documents is not block.documents:
             return
@@ -369,6 +368,8 @@ class BatchState:
         if is_compiling():
             return
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
+        for block in entered[-1:]:
+            block.used = True  # also by cross-attention, which its documents do not describe
         split = (entered or opened)[-1].split if entered or opened else None
         try:
             if ranks > 1:

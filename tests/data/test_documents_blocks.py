@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from hyper_cp.data.packing import attention_state
+from hyper_cp.ops import attention
 from hyper_cp.schedule.documents import read
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
@@ -227,6 +228,11 @@ def test_explicit_masks_are_padded_with_their_batch(ranks: Any, layout: str) -> 
 # --------------------------------------------------------------------------- nobody reads them
 
 
+class Crossing(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 @on_ranks
 def warnings_of(what: str) -> list[str]:
     handler, module, whole = setup()
@@ -246,6 +252,16 @@ def warnings_of(what: str) -> list[str]:
                 handler.combine(local[0], 2)
             with handler.documents(None):
                 modules.BNSD(True)(*local)
+        elif what == "cross-attention":
+            q, k, v = local[0], *(x[:, :, :4] for x in local[1:])
+            style = ContextParallel(2, 1, 1, cross_attention=True, layout="head_tail")
+            crossing = parallelize_module(Crossing(), handler.mesh, style)
+            with handler.documents(batch):
+                crossing(q, k, v, torch.ones(1, 1, 1, 4 * dist.get_world_size(), dtype=torch.bool))
+            with handler.documents(batch):
+                attention(q, k, v, mesh=handler.mesh, layout="head_tail")
+            with handler.documents(batch):
+                attention(*local, mesh=handler.mesh, layout="head_tail", documents=[0, 16])
         elif what == "one rank":
             with ContextParallelHandler(alone, handler.style).documents(A):
                 assert relative_error(single(*whole), expected(whole, A)) <= 1e-10
@@ -258,7 +274,7 @@ def warnings_of(what: str) -> list[str]:
 def test_documents_that_nobody_reads_are_warned_of(ranks: Any) -> None:
     for (found,) in ranks(2, warnings_of, "forgotten plan"):
         assert "nothing in it has read its documents" in found and "a mesh of one rank honours documents" in found
-    for what in ("styled", "one rank", "an error"):
+    for what in ("styled", "cross-attention", "one rank", "an error"):
         assert ranks(2, warnings_of, what) == [[], []], what
 
 
