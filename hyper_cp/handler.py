@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from .mesh.arguments import check_type, is_int
 from .mesh.cp_mesh import CPMesh
 from .mesh.split import Split
 from .module.mesh_binding import StyledMesh, bindings, swapped
+from .module.thread_stack import of_this_thread
 from .ops import max_logits
 from .ops.differentiable import refuse_dtensor
 from .schedule import layout as layouts
@@ -63,13 +65,14 @@ class ContextParallelHandler(Shares):
         super().__init__(mesh, *settings)
         self.style_of_model = self.style
         self._cores: dict[Any, nn.Module] = {}
-        self.of_block = False
-        """True if a ``context_parallel_mesh`` block has yielded this handler."""
+        self.of_block: threading.Thread | None = None
+        """The thread of the ``context_parallel_mesh`` block that has yielded this handler; None: none has."""
 
     @property
     def cp(self) -> CPMesh:
         """The mesh seen as ring x ulysses; ``RuntimeError`` while the style's model runs on another mesh."""
-        away = swapped.get(self.style) if self.style is not None else None
+        blocks = swapped.get(self.style, ()) if self.style is not None else ()
+        away = [handler for handler in blocks if of_this_thread(handler.of_block)]
         # The handler of a block that has ended is refused in another one also where the two have the same mesh, since
         # other ranks of the job may have changed theirs: all of them raise.
         if away and (away[-1].mesh != self.mesh or (self.of_block and self not in away)):
@@ -359,7 +362,7 @@ class ContextParallelHandler(Shares):
         state = self.cp.batch
         length, padded = (batch.length, batch.padded_length) if batch.padded_length else (None, None)
         of_batch = filled, batch.form, batch.counted, batch.of_samples
-        split = Split(self.layout, self.cp.size, length, padded, ends, *of_batch)
+        split = Split(self.layout, batch.ranks or self.cp.size, length, padded, ends, *of_batch)
         block = state.enter(table, split, None if is_compiling() else tokens_of(table))
         block.ran = batch.ran
         try:
@@ -649,7 +652,7 @@ class _ModelHandler(ContextParallelHandler):
     @property
     def _active(self) -> StyledMesh:
         found: StyledMesh
-        (found,) = checkpoint.batch_state(self._binding.stack[0], lambda: (self._binding.active,))
+        (found,) = checkpoint.batch_state(self._binding.stack[0], lambda: (self._binding.of_thread(),))
         return found
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -72,13 +73,13 @@ def context_parallel_mesh(
         style = binding.style
         degree = _degree(style, mesh) if ulysses_degree == "style" else ulysses_degree
         if style not in meshes:
-            meshes[style] = StyledMesh(style, mesh, degree)
+            meshes[style] = StyledMesh(style, mesh, degree, threading.current_thread())
         if binding.heads is not None:
             check_heads(*binding.heads, meshes[style].view(*binding.heads))
     for binding in found:
         binding.stack.append(meshes[binding.style])
     handler = ContextParallelHandler(mesh, style_of(found[0]))
-    handler.of_block = True
+    handler.of_block = threading.current_thread()
     for style in meshes:
         swapped.setdefault(style, []).append(handler)
     try:
@@ -87,7 +88,7 @@ def context_parallel_mesh(
         for binding in found:
             binding.stack.remove(meshes[binding.style])
         for style in meshes:
-            swapped[style].pop()
+            swapped[style].remove(handler)
 
 
 def _degree(style: Style, mesh: DeviceMesh) -> int | str | None:

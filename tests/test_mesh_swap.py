@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -431,7 +432,7 @@ class Attend(nn.Module):
 
 @on_ranks
 def planned_on_one_rank(what: str) -> list[str]:
-    """The error, or the warnings, of the first forward on two ranks of a model that was planned and has run on one."""
+    """The errors, or the warnings, of two forwards on two ranks of a model that was planned and has run on one."""
     family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
     model = Beside(what)
     parallelize_module(model, family.cp(1), {"attend": ContextParallel(qkv_indices=None, ulysses_degree=1)})
@@ -439,8 +440,8 @@ def planned_on_one_rank(what: str) -> list[str]:
     model(x, at)
     with warnings.catch_warnings(record=True) as found, context_parallel_mesh(model, family.cp(2)) as handler:
         warnings.simplefilter("always")
-        error = error_of(lambda: model(handler.dispatch(x, 1), handler.dispatch(at, 1)))
-    return [error] if error else [str(warning.message) for warning in found]
+        errors = [error_of(lambda: model(handler.dispatch(x, 1), handler.dispatch(at, 1))) for _ in range(2)]
+    return errors if any(errors) else [str(warning.message) for warning in found]
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,8 @@ def test_models_that_were_planned_on_one_rank_are_guarded_on_more(ranks: Any, wh
         if what == "nothing" or (what == "positions" and rank == 0):  # which holds these positions
             assert not found
         else:
-            assert len(found) == 1 and words in found[0], found
+            assert len(found) == (2 if what in ("module", "attention") else 1), found  # errors again, warnings once
+            assert all(words in message for message in found), found
 
 
 class Rule(nn.Module):
@@ -486,3 +488,42 @@ def compared_on_one_rank() -> float:
 def test_a_module_that_one_rank_has_compared_is_compared_on_all(ranks: Any) -> None:
     """The other rank compared alone, and both ended with an error of different calls."""
     assert max(ranks(2, compared_on_one_rank)) <= 1e-12
+
+
+# --------------------------------------------------------------------------- other threads
+
+
+def in_thread(run: Any) -> Any:
+    """What ``run`` returns, in another thread."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(run).result()
+
+
+@on_ranks
+def beside_another_thread() -> tuple[int, str, float, str]:
+    """The length of a share that a thread splits during an evaluation, the error of a forward in that thread, that of
+    the loss of the share after the evaluation, and the error where the share is one of the evaluation's mesh."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    model = built(STYLES[1], family.cp(2))
+    follows, fixed = ContextParallelHandler.of(model), ContextParallelHandler(family.cp(2), "head_tail")
+    text = {"input_ids": sample(0)[:, :-1], "labels": sample(0)[:, 1:]}
+    fixed.dispatch(torch.zeros(1, 2 * S))  # a share as long as the whole text was split before
+
+    def step(batch: Any) -> Tensor:
+        with torch.no_grad(), follows.documents(batch):
+            return follows.mean_loss(model(batch["input_ids"], batch["position_ids"]), batch["labels"])
+
+    want = step(follows.get_batch_on_this_cp_rank(text))
+    with context_parallel_mesh(model, family.cp(1)) as handler, torch.no_grad():
+        batch = in_thread(lambda: follows.get_batch_on_this_cp_rank(text))
+        alone = handler.get_batch_on_this_cp_rank(text)
+        error = error_of(lambda: in_thread(lambda: model(batch["input_ids"], batch["position_ids"])))
+    return batch["input_ids"].shape[1], error, relative_error(step(batch), want), error_of(lambda: step(alone))
+
+
+def test_blocks_of_another_thread(ranks: Any) -> None:
+    """Before, a thread that split the next batch followed the evaluation to its mesh, and a forward ran there."""
+    for length, in_evaluation, error, of_other_mesh in ranks(2, beside_another_thread):
+        assert length == S // 2 and error <= 1e-12
+        assert "while thread 'MainThread' is in a context_parallel_mesh block of this model" in in_evaluation
+        assert f"this batch of {S} positions was split over 1" in of_other_mesh

@@ -89,7 +89,7 @@ class _Kept(Generic[T]):
     def next(self, recomputation: object) -> T | None:
         """Return what the next call of a recompute made in the forward."""
         at = self.met[recomputation] = self.met.get(recomputation, -1) + 1
-        return self.made[at % len(self.made)] if self.made else None  # a reentrant one runs to its end each time
+        return self.made[at % len(self.made)] if self.made else None
 
 
 def replays(read: Callable[[], int]) -> bool:
@@ -105,7 +105,7 @@ def replays(read: Callable[[], int]) -> bool:
         if frame.f_code is _FORWARD:
             kept.made.append(read())
         elif "detached_inputs" in frame.f_locals and "outputs" not in frame.f_locals:
-            found &= kept.next(_BACKWARD) in (None, read())
+            found &= kept.next(_number_of_backward()) in (None, read())
     return found
 
 
@@ -138,7 +138,7 @@ def refuse_recompiled(name: str, packed: bool) -> None:
     shapes. (Reentrant ones always compile again.)"""
     if packed:
         _packed.add(name)
-    elif name in _packed and any(recomputation is not None for _, recomputation in _frames()):
+    elif name in _packed and repeats_gradients():
         raise RuntimeError(
             f"{name} is compiled, and activation checkpointing recomputes it without the packed documents that its "
             "forward had. A compiled graph cannot look for those of its forward, and their block has ended. Run "
@@ -187,13 +187,13 @@ def _checkpoints() -> Iterator[tuple[Any, bool]]:
 
 def _recomputations(ended: bool = True) -> Iterator[tuple[Any, object]]:
     """The checkpoints that run in this thread, and an object for the recomputation that runs, None in a forward. (All
-    those of one reentrant checkpoint have the same.) ``ended``: also reentrant ones that have recomputed, and are in
-    the backward of what they made, where checkpoints inside of them recompute."""
+    those of one reentrant checkpoint in one backward have the same.) ``ended``: also reentrant ones that have
+    recomputed, and are in the backward of what they made, where checkpoints inside of them recompute."""
     for frame in _reentrant_frames():
         # Before its inputs are there, what recomputes is the checkpoint that holds them.
         recomputes = "detached_inputs" in frame.f_locals and (ended or "outputs" not in frame.f_locals)
         if frame.f_code is _FORWARD or recomputes:
-            yield frame.f_locals["ctx"], _BACKWARD if frame.f_code is _BACKWARD else None
+            yield frame.f_locals["ctx"], _number_of_backward() if frame.f_code is _BACKWARD else None
     yield from _frames()
 
 
@@ -239,10 +239,25 @@ def in_recompute() -> bool:
     return any(recomputation is not None for _, recomputation in _recomputations())
 
 
+def repeats_gradients() -> bool:
+    """True inside a recompute whose forward had gradients, too: that of a non-reentrant checkpoint."""
+    return any(recomputation is not None for _, recomputation in _frames())
+
+
+def _number_of_backward() -> int:
+    """The number of the backward that this thread runs, another one each time; -1: it runs none."""
+    return torch._C._current_graph_task_id()  # which torch.utils.checkpoint asks for, too
+
+
+def in_backward() -> bool:
+    """True in a thread that runs backward."""
+    return _number_of_backward() != -1
+
+
 def in_foreign_recompute() -> bool:
     """True in a backward of this thread, in which no activation checkpointing of torch recomputes: a forward that runs
-    now is a recompute by other code. (``torch.utils.checkpoint`` asks for the number of a backward in the same way.)"""
-    return torch._C._current_graph_task_id() != -1 and not in_recompute()
+    now is a recompute by other code."""
+    return in_backward() and not in_recompute()
 
 
 def in_function_forward() -> bool:

@@ -45,6 +45,8 @@ class LocalBatch:
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
     """Positions of all ranks together."""
+    ranks: int = 0
+    """The number of ranks that it was split over; 0: unknown."""
     form: Form = Form()
     """The form of values of its tokens."""
     weight: Any = 1.0
@@ -178,7 +180,7 @@ def read_batch(
         shares = whole.split(fill, positions=named)
         found: Any = _Dict(shares) if named else make(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
-        found.tokens, found.form = tokens_of(whole.table), whole.form
+        found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
         record_table(found)
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):

@@ -386,7 +386,6 @@ class _Root:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once."""
         if is_compiling() or self.handler.cp.key in self.compared:
             return
-        self.compared.add(self.handler.cp.key)
         sums: dict[str, list[float]] = {}
 
         def add(name: str, x: Tensor) -> Tensor:
@@ -398,6 +397,7 @@ class _Root:
         _mapped("", inputs, add)
         once = tuple((name, str(found)) for name, found in sums.items())
         self.handler.cp.agree("batch", (), caller, once=once, always=True)
+        self.compared.add(self.handler.cp.key)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The output, whose loss is the same on every rank: of a sum over ranks each gives its n-th part."""

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.masking_utils import create_masks_for_generate
 
-from .._torch.modules import bypassed, count_compilations
+from .._torch.modules import bypassed, count_compilations, is_running
 from ..data.batch import WholeBatch, entries_of
 from ..data.collectives import by_rank
 from ..data.packing import NONE_BACK, Media, PreparedBatch, attention_state, read_positions, take_documents
@@ -162,7 +162,7 @@ def prepare_model(
     for hook, stack in zip(hooks, stacks, strict=True):
         hook.attach(stack)
         if model is not stack:
-            hook.around = ref(model)
+            hook.around = _Around(model)
         watch(stack, known=True)
         attend_locally(model, stack, hook.implementation)
     hook = hooks[-1]
@@ -442,6 +442,14 @@ def _rows(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.ndim > 1
 
 
+class _Around(ref[nn.Module]):
+    """A weak reference to the model around a decoder; in a copy of both, to that of the copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[], nn.Module | None]:
+        found = memo.get(id(self()))
+        return (lambda: None) if found is None else _Around(found)
+
+
 class DecoderHook:
     """The hooks of a decoder's forward: they read the batch state, which masks, rotary tables and all layers share."""
 
@@ -485,7 +493,7 @@ class DecoderHook:
         self.cross = cross_attention(decoder)
         self.made_mask = False
         """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
-        self.around: Callable[[], Any] = lambda: None
+        self.around: Callable[[], nn.Module | None] = lambda: None
         """The model around this decoder, which has hooks of its own."""
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
@@ -531,6 +539,9 @@ class DecoderHook:
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
+        around = self.around()
+        if around is not None and not is_running(around):  # a KeyboardInterrupt ended its forward without its hooks
+            self.given_positions, self.made_mask = None, False
         of_caller, self.given_positions = self.given_positions, None
         found = cache_in(kwargs)
         cache = found if isinstance(found, SplitModelCache) else None
@@ -561,7 +572,6 @@ class DecoderHook:
                 self.long_rotary |= prepare_rotary(module) > 0
                 self.own = own_attention(module) if module._can_set_attn_implementation() else []  # type: ignore[operator]
                 self.additions_checked = True
-            around = self.around()
             if around is not None and mesh.parallel and bypassed(around):
                 raise RuntimeError(
                     f"{type(around).__name__}.forward(...) was called, which leaves out the hooks of the model: what "
@@ -620,12 +630,10 @@ class DecoderHook:
         forward.end(module)
         if not own or output is None or not isinstance(state, ForwardState) or state.cache is not None:
             return
-        self.own = []
-        if count_compilations():  # in graphs calls are not seen
-            return
         callers = {id(x) for x in (*state.callers, module)} if state.callers else set()
-        without = [x for x in own if id(x) not in callers]
-        if without:
+        # In graphs calls are not seen. (Modules without a call stay: a forward after the error raises again.)
+        self.own = [] if count_compilations() else [x for x in own if id(x) not in callers]
+        if without := self.own:
             name = next(name for name, x in module.named_modules() if x is without[0])
             raise RuntimeError(
                 f"{f'module {name!r}' if name else 'the decoder'} ({type(without[0]).__name__}) has made no attention "
@@ -859,7 +867,7 @@ class HeadHook:
             cache.running = True
         ready = kwargs.get("context_parallel")
         self.decoder.given_positions = kwargs.get("position_ids") is not None
-        forward.offer(ready)
+        forward.offer(model, ready)
         if ready is not None or self.decoder.binding.active.parallel:
             check_ignored(model, kwargs)
         if self.decoder.binding.active.parallel:
@@ -917,7 +925,7 @@ class HeadHook:
     @torch.compiler.disable(reason=ON_THE_HOST)
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
-        forward.offer(None)
+        forward.offer(model, None)
         self.decoder.made_mask = False
         forward.end(model)
         mesh, cache = self.decoder.binding.active, cache_in(kwargs)

@@ -57,11 +57,13 @@ class ContextParallelSFT(ContextParallelTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse_chunked_loss("an SFTTrainer", kwargs)
         self._packing_settings: dict[str, Any] = {}
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        finally:  # also after an error: the arguments are the user's own
+            for name, value in self._packing_settings.items():
+                setattr(self.args, name, value)  # type: ignore[attr-defined]
         if self.handler is None:
             return
-        for name, value in self._packing_settings.items():
-            setattr(self.args, name, value)  # type: ignore[attr-defined]
         if getattr(self, "compute_metrics", None) is not None or getattr(self, "aux_loss_enabled", False):
             raise NotImplementedError(
                 "compute_metrics and router_aux_loss_coef are not supported with SFTTrainer: TRL computes logits and "
@@ -116,11 +118,21 @@ def _gathering_by_rank(trainer: Any) -> Iterator[None]:
         state, found = accelerator.gradient_state, accelerator.gather(x)
         return found[: state.remainder * cp] if state.end_of_dataloader and state.remainder > 0 else found
 
-    accelerator.gather_for_metrics = gather
+    with _in_place_of(accelerator, "gather_for_metrics", gather):
+        yield
+
+
+@contextmanager
+def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A block in which a function is in the place of a method of ``owner``, which may be one of its own."""
+    own = vars(owner).get(name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        del accelerator.gather_for_metrics
+        delattr(owner, name)
+        if own is not None:
+            setattr(owner, name, own)
 
 
 _BY_ROWS: dict[str, Callable[[Any], bool]] = {
@@ -248,11 +260,8 @@ class ContextParallelTRL(ContextParallelTrainer):
                 for module in training:
                     module.training = True
 
-        model.generate = generate
-        try:
+        with _in_place_of(model, "generate", generate):
             yield
-        finally:
-            del model.generate
 
     @where_split
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any) -> Tensor:

@@ -22,11 +22,13 @@ A rank that gives up withdraws its entry and stays in the round: a later call of
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -53,6 +55,8 @@ TIMEOUT = 600.0
 store) is less; the environment variable ``HYPER_CP_AGREE_TIMEOUT`` overrides both. As long as a slow data loader or a
 compilation on another rank may take; after ``PATIENCE`` a warning says who is missing."""
 PATIENCE = 30.0
+MOST_DIGESTS = 16
+"""Batches of a style that are read for a comparison that does not come."""
 RECORDED = 4096
 """Signatures of one kind that are recorded; the oldest is dropped, which is the same one on every rank."""
 
@@ -104,10 +108,16 @@ class Agreement:
         self._plans: tuple[int, Callable[[], object]] = 0, lambda: None
         """The number of plans that this rank has applied on the mesh, and the model of the last one."""
         self._tokens: dict[str, str] = {}
-        """Digests of first batches that not all ranks have compared yet, by the number of their handler."""
-        self._handlers: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
-        """The styles of handlers that have split a first batch: in training (True), in evaluation (False), or both."""
-        self._first_batches = 0
+        """Digests of batches that not all ranks have compared yet, by the style of their handler and by training."""
+        self._compared: set[str] = set()
+        """The names in ``_tokens`` of which the ranks have compared a batch."""
+        self._split: Counter[str] = Counter()
+        """The number of batches by such names, up to the one that was compared."""
+        self._styles: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """The styles of handlers, numbered."""
+        self._next_style = itertools.count()
+        self._grad_modes: set[bool] = set()
+        """Whether gradients were enabled in the calls that the ranks have compared."""
         self._round, self._lock, self._compare_next = 0, threading.Lock(), False
         self._limit = store.timeout.total_seconds()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
@@ -127,25 +137,31 @@ class Agreement:
         return Agreement(world.get_group_store(), ranks, list(ranks).index(dist.get_rank()), shape)
 
     def compare_tokens_later(self, tokens: Tensor, style: object | None = None) -> None:
-        """Compare a batch's integers with the next new model or attention call, if they are the first on this mesh, or
-        the first of the handlers of a style in training or in evaluation, whose samplers are others.
+        """Compare a batch's integers with the next call that is compared, if no batch was on this mesh, or none of the
+        handlers of a style in training or in evaluation, whose samplers are others.
 
         Not at once: a data loader's thread may split batches at other times on other ranks. And not those of the
-        second style in such a thread: the order of several threads differs between ranks.
+        second style in such a thread: the order of several threads differs between ranks. A batch takes the place of
+        one that was not compared, which a rank may have split by itself, to print it.
         """
-        in_turn = style is not None and threading.current_thread() is threading.main_thread()
-        seen = set() if style is None else self._handlers.get(style, set())
-        training = torch.is_grad_enabled()
-        if self._first_batches and (not in_turn or training in seen):
+        in_turn = threading.current_thread() is threading.main_thread()
+        name = "first"
+        if in_turn and style is not None:
+            if style not in self._styles:
+                self._styles[style] = next(self._next_style)
+            name = f"{self._styles[style]}, {'training' if torch.is_grad_enabled() else 'evaluation'}"
+        others = self._compared or (self._tokens.keys() - {name} if in_turn else self._tokens)
+        if name in self._compared or (name == "first" and others):
             return
         if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values
             return
         if tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
-            self._tokens[str(self._first_batches)] = digest_of_tensor(tokens)
-            self._first_batches += 1
-            if style is not None:
-                self._compare_next = self._compare_next or bool(seen)  # its calls may all be known
-                self._handlers[style] = seen | {training}
+            self._split[name] += 1
+            if self._split[name] > MOST_DIGESTS:  # no call comes to compare them, and each digest waits for the device
+                self._tokens.pop(name, None)
+                self._compared.add(name)
+            else:
+                self._tokens[name] = digest_of_tensor(tokens)
 
     def number_of_plan(self, model: object) -> int:
         """The number, among the plans of this mesh, of the one that is being applied to ``model``."""
@@ -179,33 +195,29 @@ class Agreement:
         """See :meth:`CPMesh.agree`; errors print ``mesh``."""
         agreed = self._agreed.setdefault(kind, {})
         number = agreed.get(signature)
-        if number is not None and not self._compare_next and not always:
+        if number is not None and not self._due(kind, always):
             self._calls += 1
             self._order = (self._order * _FACTOR + number) & _BITS
             return
         with self._lock:
-            if signature in agreed and not self._compare_next and not always:  # another thread has been faster
+            if signature in agreed and not self._due(kind, always):  # another thread has been faster
                 return
             mine = {"kind": kind} | {name: _text(value) for name, value in (*signature, *once)}
             history = f"{self._calls}/{self._order:x}"
             # With a call, or (they may all be known) with another model than the first one.
             sent = kind == "call" or (kind == "weights" and bool(self._agreed.get("call")))
-            tokens = json.dumps(self._tokens if sent else {})
+            tokens = json.dumps(self._tokens.copy() if sent else {})
             entries = self._exchange(mine | {_HISTORY: history, _TOKENS: tokens}, mesh, caller)
             self._calls = self._order = 0  # also after a disagreement: all ranks begin anew
-            histories = [entry.pop(_HISTORY) for entry in entries]
-            batches = [json.loads(entry.pop(_TOKENS)) for entry in entries]
-            compared = set.intersection(*(set(batch) for batch in batches))  # a rank may have split none by itself
-            self._tokens = {name: x for name, x in self._tokens.items() if name not in compared}
-            if any(entry != mine for entry in entries):
-                first = self._first_difference(entries, details, mesh, caller)
-                raise ValueError(_disagreement(entries, mesh, caller, first))
-            for name in sorted(compared):
-                if len({batch[name] for batch in batches}) > 1:
-                    found = [{"kind": kind, "batch": batch[name]} for batch in batches]
-                    raise ValueError(_disagreement(found, mesh, caller))
-            if any(other != history for other in histories):
-                raise ValueError(_other_histories(histories, mesh, caller))
+            try:
+                compared = self._check_alike(mine, entries, history, details, mesh, caller)
+            except ValueError:  # on all ranks: what runs again after it compares its batches again
+                self._tokens, self._compared, self._split, self._grad_modes = {}, set(), Counter(), set()
+                raise
+            self._compared |= compared
+            self._tokens = {name: x for name, x in self._tokens.copy().items() if name not in compared}
+            if kind == "call":
+                self._grad_modes.add(torch.is_grad_enabled())
             self._compare_next = False
             if signature in agreed:
                 return
@@ -213,6 +225,36 @@ class Agreement:
             agreed[signature] = self._number
             if len(agreed) > RECORDED:
                 del agreed[next(iter(agreed))]
+
+    def _due(self, kind: str, always: bool) -> bool:
+        """True if a call is compared although it is known. All ranks decide alike: the first call of an evaluation is,
+        whose batch no other call may come to compare."""
+        return always or self._compare_next or (kind == "call" and torch.is_grad_enabled() not in self._grad_modes)
+
+    def _check_alike(
+        self,
+        mine: dict[str, str],
+        entries: list[dict[str, str]],
+        history: str,
+        details: Details,
+        mesh: object,
+        caller: str,
+    ) -> set[str]:
+        """Raise ``ValueError`` unless all ranks have sent one entry, one batch of each name, and one history. Returns
+        the names of the batches that all ranks have sent."""
+        histories = [entry.pop(_HISTORY) for entry in entries]
+        batches = [json.loads(entry.pop(_TOKENS)) for entry in entries]
+        if any(entry != mine for entry in entries):
+            first = self._first_difference(entries, details, mesh, caller)
+            raise ValueError(_disagreement(entries, mesh, caller, first))
+        compared = set.intersection(*(set(batch) for batch in batches))  # a rank may have split none by itself
+        for name in sorted(compared):
+            if len({batch[name] for batch in batches}) > 1:
+                found = [{"kind": mine["kind"], "batch": batch[name]} for batch in batches]
+                raise ValueError(_disagreement(found, mesh, caller))
+        if any(other != history for other in histories):
+            raise ValueError(_other_histories(histories, mesh, caller))
+        return compared
 
     def _first_difference(
         self, entries: list[dict[str, str]], details: Details, mesh: object, caller: str

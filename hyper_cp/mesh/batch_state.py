@@ -282,8 +282,9 @@ class BatchState:
 
     def _blocks_of_backward(self) -> ThreadBlocks | None:
         """The blocks of the only thread that is in any, if this is a thread of PyTorch's backward."""
-        # A thread that Python has not started; CPython has no public name for its kind.
-        if not self._threads or not isinstance(threading.current_thread(), threading._DummyThread):
+        # A thread that Python has not started (others start such threads, too); CPython has no public name for it.
+        started = not isinstance(threading.current_thread(), threading._DummyThread)
+        if not self._threads or started or not checkpoint.in_backward():
             return None
         others = self._alive()
         if len(others) > 1:

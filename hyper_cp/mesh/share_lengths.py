@@ -19,7 +19,7 @@ class ShareLengths:
     def __init__(self) -> None:
         self._made: dict[int, bool] = {}
         """True for those that a handler has split."""
-        self._warned = False
+        self._warned = self._warned_of_whole = False
         """True once a call with a few positions more or less than a share has been warned of."""
 
     def record(self, length: int, split: bool = False) -> None:
@@ -33,7 +33,7 @@ class ShareLengths:
     @property
     def made(self) -> set[int]:
         """Those that a handler has made lately."""
-        return {length for length, split in self._made.items() if split}
+        return {length for length, split in self._made.copy().items() if split}  # a loader's thread adds to it
 
     def __contains__(self, length: int) -> bool:
         """True if a share of this length was handed out or attended lately."""
@@ -46,7 +46,7 @@ class ShareLengths:
         if self._warned:
             return
         batch = [] if split is None or split.share is None else [split.share]
-        for share in batch or [n for n, made in self._made.items() if made]:
+        for share in batch or self.made:
             if share % length if batch else 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
                 self._warned = True
                 what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
@@ -63,13 +63,14 @@ class ShareLengths:
     def check(self, split: Split, length: int, layout: str | None, ranks: int, of_this_mesh: bool) -> None:
         """Raise ``ValueError`` if a batch was split for another mesh or layout than that of a call, or if the call has
         got the whole batch. ``of_this_mesh``: the batch is that of a block of this mesh, and not of another one."""
+        other = split.share == length and length * ranks != split.padded
+        if other and (of_this_mesh or not self._made.get(length)):
+            raise ValueError(
+                f"attention runs over {ranks} ranks, and this batch of {split.padded} positions was split over "
+                f"{split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs on, or "
+                "with ContextParallelHandler.of(model)"
+            )
         if not of_this_mesh:
-            if split.share == length and length * ranks != split.padded and not self._made.get(length):
-                raise ValueError(
-                    f"attention runs over {ranks} ranks, and this batch of {split.padded} positions was split over "
-                    f"{split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs on, or "
-                    "with ContextParallelHandler.of(model)"
-                )
             return
         if layout not in (None, split.layout):
             raise ValueError(
@@ -80,10 +81,21 @@ class ShareLengths:
         self.refuse_whole(split, length)
 
     def refuse_whole(self, split: Split, length: int) -> None:
-        """Raise ``ValueError`` if a call has got the whole batch, and not this rank's share."""
-        if length != split.share and length in (split.length, split.padded) and not self._made.get(length):
+        """Raise ``ValueError`` if a call has got the whole batch, and not this rank's share; warn, once, where it may
+        be the share of another batch."""
+        if length == split.share or length not in (split.length, split.padded):
+            return
+        what = f"{length} positions of this batch on each rank, and not the {split.share} of its share"
+        if not self._made.get(length):
             raise ValueError(
-                f"attention has got all {length} positions of this batch on each rank, and not the {split.share} of "
-                "its share. Attention would take them for parts of one long sequence. Pass the model the batch that "
-                "the handler returned"
+                f"attention has got all {what}. Attention would take them for parts of one long sequence. Pass the "
+                "model the batch that the handler returned"
+            )
+        if not self._warned_of_whole:
+            self._warned_of_whole = True
+            warnings.warn(
+                f"attention may have got all {what}: it would take them for parts of one long sequence. Pass the model "
+                "the batch that the handler returned. If they are a share of another, longer sequence, enter its block "
+                "around that call, or ignore the warning",
+                stacklevel=8,
             )

@@ -212,8 +212,8 @@ def _guard_wider(binding: Binding, module: nn.Module) -> None:
     if root is None or root is module:
         guard_running(binding, module)
     elif root not in _guarded_wider:
-        _guarded_wider.add(root)
         refuse_mixing(Model(root, binding.style.allow), _sees_all(binding, module))
+        _guarded_wider.add(root)  # not before: a call that is made again after the error raises again
 
 
 def _sees_all(binding: Binding, module: nn.Module) -> tuple[type, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -25,6 +26,7 @@ from ..schedule import arrivals, choices
 from ..schedule.documents import documents_table
 from . import dtensor
 from .dtensor import CPDims, Outputs
+from .thread_stack import of_this_thread
 
 
 class Style(Protocol):
@@ -61,8 +63,12 @@ class StyledMesh:
     """A cp mesh as one style uses it. Everything that calls can run on exists from here on: a call creates no process
     groups."""
 
-    def __init__(self, style: Style, mesh: DeviceMesh, degree: int | str | None) -> None:
+    def __init__(
+        self, style: Style, mesh: DeviceMesh, degree: int | str | None, thread: threading.Thread | None = None
+    ) -> None:
         self.mesh, self.mode = mesh, style.mode
+        self.thread = thread
+        """The thread of the ``context_parallel_mesh`` block of this mesh; None: the plan's own."""
         if degree == "auto" and mesh.ndim == 1:
             cp_mesh.check_mesh(mesh)
             self.views = [cp_mesh.view(mesh, d) for d in cp_mesh.degrees_within_host(mesh)]
@@ -159,6 +165,26 @@ class Binding:
     def active(self) -> StyledMesh:
         """The mesh that calls run on now."""
         return self.stack[-1]
+
+    def of_thread(self) -> StyledMesh:
+        """The mesh for batches of this thread: not one of another thread's block."""
+        return next(mesh for mesh in reversed(self.stack) if of_this_thread(mesh.thread))
+
+    def of_call(self) -> StyledMesh:
+        """The active mesh, for a call in this thread.
+
+        Raises:
+            RuntimeError: if it is that of another thread's ``context_parallel_mesh`` block.
+        """
+        mesh, owner = self.stack[-1], self.stack[-1].thread
+        if owner is not None and not is_compiling() and not of_this_thread(owner):
+            raise RuntimeError(
+                f"{self.name} runs in thread {threading.current_thread().name!r}, while thread {owner.name!r} is in a "
+                "context_parallel_mesh block of this model, which changes the mesh of the model for all threads. Run "
+                "the model in the thread of the block, wait until the block has ended, or enter the block with a copy "
+                "of the model (copy.deepcopy)"
+            )
+        return mesh
 
     def record(self, q_heads: int, kv_heads: int, positions: int) -> tuple[int, int]:
         """Record the heads and the positions of a call; returns the heads. Another mesh is checked against the heads

@@ -77,7 +77,7 @@ def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any
 
     The first call of a module on a mesh compares its model across the ranks.
     """
-    state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.active, *read()))
+    state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.of_call(), *read()))
     if not is_compiling():
         binding.ran = True
         if binding.first_call is not None and binding.active.parallel:

@@ -1,9 +1,11 @@
-"""Stacks of what is running, one for each thread."""
+"""What runs in which thread: stacks, one for each thread, and whose block a thread may see."""
 
 from __future__ import annotations
 
 import threading
 from typing import Generic, TypeVar
+
+from .._torch.checkpoint import in_backward
 
 T = TypeVar("T")
 
@@ -30,3 +32,8 @@ class ThreadStack(threading.local, Generic[T]):
             if self.entries[i] is entry:
                 self.entries.pop(i)
                 return
+
+
+def of_this_thread(thread: threading.Thread | None) -> bool:
+    """True for this thread, and for None; in backward, which PyTorch runs in threads of its own, for every one."""
+    return thread is None or thread is threading.current_thread() or in_backward()

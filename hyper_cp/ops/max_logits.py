@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .._torch.checkpoint import repeats_gradients
 from .._torch.modes import unseen
 from ..mesh.comm import gather_ranks
 from ..mesh.cp_mesh import CPMesh
@@ -52,14 +53,19 @@ def keep(
     module: nn.Module, rows: Tensor, cp: CPMesh, layout: str, documents: Tensor | None, counted: Tensor | None = None
 ) -> None:
     """Let a module keep the largest logit of each head, of this call and of those since :func:`take`. (A recompute by
-    activation checkpointing repeats what the forward had.) Arguments: see :func:`of_heads`."""
+    activation checkpointing repeats what the forward had, which may be taken already. That of a reentrant checkpoint is
+    the first run with gradients.) Arguments: see
+    :func:`of_heads`."""
+    if repeats_gradients():
+        return
     kept = module.__dict__.get(_KEPT, [])
-    # The maximum of these is taken where no selective checkpoint sees it: in a recompute there are others than in its
-    # forward, and it may return what it has saved.
+    # Maxima are taken where no selective checkpoint sees them: a recompute, which takes none, may return what it has
+    # saved of others.
     if len(kept) == CALLS:
         kept = [unseen(lambda: torch.stack(kept).amax(0), rows.device)]
     # A new list: who restores the attributes of modules (verify) restores what they kept.
-    module.__dict__[_KEPT] = [*kept, of_heads(rows.detach(), cp, layout, documents, counted)]
+    new = unseen(lambda: of_heads(rows.detach(), cp, layout, documents, counted), rows.device)
+    module.__dict__[_KEPT] = [*kept, new]
 
 
 @contextmanager

@@ -40,7 +40,10 @@ def while_unchanged(
     tensors: Sequence[Tensor],
     make: Callable[[], T],
 ) -> T:
-    """The result under ``key``, which is made anew where there is none, or where its tensors have changed since."""
+    """The result under ``key``, which is made anew where there is none, or where its tensors have changed since; each
+    time for tensors of inference mode, of which nothing tells."""
+    if any(x.is_inference() for x in tensors):
+        return make()
     if key not in results or not unchanged(results[key][0], tensors):
         results[key] = written(tensors), make()
     return results[key][1]

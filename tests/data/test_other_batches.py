@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -107,6 +108,28 @@ def whole_batch(kind: str, whole: bool) -> None:
 def test_a_whole_batch_while_its_share_is_open_is_refused(ranks: Any, kind: str) -> None:
     ranks.raises(2, "ValueError", "all 16 positions of this batch on each rank, and not the 8", whole_batch, kind, True)
     ranks(2, whole_batch, kind, False)
+
+
+@on_ranks
+def whole_batch_or_other_share() -> list[str]:
+    """Warnings of a call with as many positions as the whole batch, and as the share of a batch before it."""
+    style = ContextParallel(2, 1, **STYLES["ring"])
+    handler = ContextParallelHandler(cp_mesh(), style)
+    handler.cp.batch.__init__()  # type: ignore[misc]
+    module, batch = model_and_batch(style, handler)
+    handler.dispatch(torch.zeros(1, 2 * LENGTH), 1)
+    x = torch.zeros(1, 2, LENGTH, 4)
+    with warnings.catch_warnings(record=True) as found, handler.documents(batch):
+        warnings.simplefilter("always")
+        module(batch["x"], batch["x"], batch["x"])
+        assert not found
+        module(x, x, x)
+    return [str(warning.message) for warning in found]
+
+
+def test_a_whole_batch_that_may_be_another_share_is_warned_of(ranks: Any) -> None:
+    for (found,) in ranks(2, whole_batch_or_other_share):
+        assert "may have got all 16 positions of this batch on each rank, and not the 8 of its share" in found
 
 
 @on_ranks

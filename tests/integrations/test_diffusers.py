@@ -52,7 +52,9 @@ def diffusion_refused() -> list[tuple[str, str]]:
     prepare_transformer(prepared, mesh, style=ring)
     other = copy.deepcopy(prepared)  # a copy (of a moving average, say) has the hooks too, and has not compared inputs
     noise = {**inputs, "hidden_states": inputs["hidden_states"] + dist.get_rank()}
-    cached, evaluated = copy.deepcopy(other), copy.deepcopy(other)
+    cached, evaluated, twice = copy.deepcopy(other), copy.deepcopy(other), copy.deepcopy(other)
+    with pytest.raises(ValueError, match="differ in hidden_states"):
+        twice(**noise)
     with context_parallel_mesh(evaluated, split_cp_mesh(mesh).cp(1)):
         evaluated(**noise)  # each rank has an image of its own, and compares nothing
     cached.enable_cache(FirstBlockCacheConfig())
@@ -64,6 +66,7 @@ def diffusion_refused() -> list[tuple[str, str]]:
         "that differ in hidden_states: ranks [1] have": lambda: other(**noise),
         "ValueError: FluxTransformer2DModel: the ranks of the cp mesh of 2 ranks (ring 2 x ulysses 1) split batches "
         "that differ in hidden_states": lambda: evaluated(**noise),
+        "ValueError: FluxTransformer2DModel: the ranks of the cp mesh": lambda: twice(**noise),
         "NotImplementedError: FluxTransformer2DModel runs with enable_parallelism or a c": lambda: cached(**inputs),
         "NotImplementedError: FluxTransformer2DModel got controlnet_block_samples": lambda: prepared(
             **inputs, controlnet_block_samples=[inputs["hidden_states"]]

@@ -525,7 +525,12 @@ def wrong_use(case: str) -> None:
         model.model.layers[1].self_attn = kind(model.config, 1).double()
         model, handler = prepared(model)
         with mock.patch.object(convert_frame, "FRAME_COMPILE_COUNTER", {}):  # as if nothing had been compiled
-            model(**prepare_batch(handler, {"input_ids": tokens(24)}))
+            for _ in range(2):  # the second time, too
+                batch = prepare_batch(handler, {"input_ids": tokens(24)})
+                with contextlib.suppress(RuntimeError):
+                    model(**batch)
+                    raise AssertionError("was not refused")
+            model(**batch)
     elif case.startswith("forward "):
         model = make("llama")
         model.set_attn_implementation("eager" if case.endswith("eager") else "sdpa")
@@ -559,6 +564,9 @@ def wrong_use(case: str) -> None:
         model, handler = prepared(hf.LlamaForQuestionAnswering(config))
         ends = torch.tensor([3, 4])
         model.forward(input_ids=tokens(24), start_positions=ends, end_positions=ends)
+    elif case == "copied forward":
+        model, handler = prepared(make("llama"))
+        copy.deepcopy(model).forward(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "two settings":
         model, handler = prepared(hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, use_bidirectional_attention=True)))
         model(**prepare_batch(handler, {"input_ids": tokens(24)}))
@@ -692,6 +700,7 @@ REFUSED = [
     ("head over positions", "NotImplementedError", "the output layer of LlamaForCausalLM has GRU, which carries"),
     ("two losses", "NotImplementedError", "TwoLosses got labels, but its forward, which is not one of transformers"),
     ("forward", "RuntimeError", r"LlamaForQuestionAnswering.forward\(...\) was called, which leaves out the hooks"),
+    ("copied forward", "RuntimeError", r"LlamaForCausalLM.forward\(...\) was called, which leaves out the hooks"),
     ("loss function", "NotImplementedError", r"its loss_function \(wrong_use.*\) does not read shift_labels"),
     ("two settings", "NotImplementedError", "GemmaAttention has is_causal=False, but its model asks for a causal mask"),
     ("own positions of layers", "NotImplementedError", "Llama4TextModel has Counts, which counts positions by itself"),
@@ -753,6 +762,28 @@ def test_what_would_be_wrong_for_a_share_is_refused(ranks: Any) -> None:
     for found in ranks(2, refused):
         for (case, error, words), (kind, text) in zip(REFUSED, found, strict=True):
             assert kind == error and re.search(words, text), (case, kind, text)
+
+
+@on_ranks
+def interrupted() -> float:
+    """The error of a decoder that is called by itself after the model around it was interrupted (Ctrl-C)."""
+    model, handler = prepared(make("llama"))
+    local = {"input_ids": handler.dispatch(tokens(24), 1), "position_ids": handler.position_ids(24)[None]}
+    want = model.model(**local).last_hidden_state
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.register_forward_pre_hook(stop, prepend=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(**prepare_batch(handler, {"input_ids": tokens(24), "documents": [0, 9, 24]}))
+    handle.remove()
+    return absolute_error(model.model(**local).last_hidden_state, want)
+
+
+def test_an_interrupted_model_leaves_nothing_to_its_decoder(ranks: Any) -> None:
+    """Before, the decoder took the documents of the interrupted batch."""
+    assert max(ranks(2, interrupted)) == 0
 
 
 @on_ranks

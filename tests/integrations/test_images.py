@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -834,9 +835,13 @@ def test_methods_are_restored() -> None:
     from hyper_cp.integrations.huggingface.media import MediaHook
 
     inner: Any = nn.Module()
-    inner.get_image_features = len
-    MediaHook.after(None, inner)  # type: ignore[arg-type]
-    assert "get_image_features" not in vars(inner)
+    inner.get_image_features, inner.get_audio_features = len, max
+    hook: Any = SimpleNamespace(own={"get_image_features": None, "get_audio_features": min})
+    MediaHook.after(hook, inner)
+    assert "get_image_features" not in vars(inner) and inner.get_audio_features is min and not hook.own
+    inner.get_video_features = len  # of a user
+    MediaHook.after(hook, inner)
+    assert inner.get_video_features is len
 
 
 # --------------------------------------------------------------------------- who encodes what, and who reads it

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -284,3 +285,36 @@ def test_refused(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2, refused, str(tmp_path)):
         for text, pattern in zip(found, expected, strict=True):
             assert re.match(pattern, text), text
+
+
+def test_methods_of_a_user_come_back() -> None:
+    """Before, a block deleted what a user had put in the place of a method."""
+    from hyper_cp.integrations.trl import _in_place_of
+
+    owner, plain = SimpleNamespace(generate=len), AsFSDP()
+    with _in_place_of(owner, "generate", max), _in_place_of(plain, "create_accelerator_and_postprocess", max):
+        assert owner.generate is max is plain.create_accelerator_and_postprocess
+    assert owner.generate is len and not vars(plain)
+
+
+@on_ranks
+def built_again(directory: str) -> tuple[str, bool]:
+    """The error of TRL while an SFTTrainer is made, and the user's setting of packing after it."""
+    import datasets
+    import trl
+
+    from hyper_cp import hf
+
+    reset_accelerate()
+    options = {**OPTIONS, "output_dir": directory, "packing": True, "max_length": 16}
+    made = trl.SFTConfig(**options, eval_strategy="steps", parallelism_config=hf.ParallelismConfig(cp_size=2))
+    rows = datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in tokens(8, 4)])
+    given = {"processing_class": tokenizer(), "style": ContextParallel(ulysses_degree=1, kv_exchange="ring")}
+    error = error_of(lambda: hf.SFTTrainer(make("llama"), args=made, train_dataset=rows, **given))
+    return error, made.packing
+
+
+def test_an_error_leaves_the_arguments_of_a_user_as_they_were(ranks: Any, tmp_path: Path) -> None:
+    """Before, the trainer that was made next with the same arguments packed nothing."""
+    for error, packing in ranks(2, built_again, str(tmp_path)):
+        assert "eval_dataset" in error and packing, error

@@ -38,9 +38,27 @@ def thread_of_python(run: Callable[[], None]) -> None:
     threading.Thread(target=run, name="worker").start()
 
 
-def thread_of_backward(run: Callable[[], None]) -> None:
-    """A thread that ``threading`` has not started, like those of autograd on an accelerator."""
+def thread_of_others(run: Callable[[], None]) -> None:
+    """A thread that ``threading`` has not started, as of Ray's actors."""
     _thread.start_new_thread(run, ())
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.run()
+        return grad, None
+
+
+def thread_of_backward(run: Callable[[], None]) -> None:
+    """Backward in such a thread, like those of autograd on an accelerator."""
+    x = InBackward.apply(torch.ones((), requires_grad=True), run)
+    thread_of_others(x.backward)
 
 
 @contextmanager
@@ -110,6 +128,15 @@ def test_backward_sees_the_only_blocks_there_are() -> None:
     state.leave(block)
 
 
+def test_other_threads_that_python_has_not_started_see_no_blocks() -> None:
+    """Before, they were taken for threads of backward: the next batch got the documents of this one."""
+    state = BatchState()
+    block = state.enter(A)
+    assert result_of(lambda: state.documents, thread_of_others) is None
+    assert "is in no documents block" in str(result_of(lambda: state.active_documents("x"), thread_of_others))
+    state.leave(block)
+
+
 def test_blocks_of_a_thread_that_has_ended_do_not_count() -> None:
     state = BatchState()
     thread = threading.Thread(target=lambda: state.enter(B))
@@ -145,7 +172,7 @@ def test_attention_that_may_be_anything_is_not_compared(given: dict[str, Any]) -
     block = state.enter(A)
     attend(state)
     attend(state, band=(None, None), **given)
-    assert block.used and block.kinds == {True}
+    assert block.kinds == {True}
     state.leave(block)
 
 

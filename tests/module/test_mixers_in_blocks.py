@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import threading
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -325,6 +327,46 @@ def test_ways_to_call_a_recurrence_are_seen(ranks: Ranks, kind: type[Calls]) -> 
         assert ("runs along the sequence" if known else "is not under RecurrentContextParallel") in raised[
             "attention alone"
         ]
+
+
+CELL = """
+def chunk_gla(q, k, v, g):
+    return recur(q * k.shape[-1] ** -0.5, k, v, g, None, None), None
+
+class Cell(Calls):
+    def call(self, *args):
+        return chunk_gla(*args)
+"""
+
+
+@on_ranks
+def cells() -> list[float]:
+    """Errors of a mixer that a notebook defines after its first block, in a second one, and in a plan whose functions
+    the cell, which is run again, binds anew."""
+    mesh, file = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ModuleType("cells")
+    rank, sys.modules["cells"] = mesh.get_local_rank(), file
+    with context_parallel(mesh):
+        pass
+    vars(file).update(recur=recur, Calls=Calls)
+    exec(CELL, vars(file))
+    model: Any = Hybrid(file.Cell())
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    want, x = model(whole()).chunk(2, 1)[rank].detach(), whole()
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous"):
+        found = [(model(x) - want).abs().max().item()]
+    plan = {"mixer": RecurrentContextParallel(), "attention": ContextParallel(2, 1, 1)}
+    parallelize_module(model, mesh, plan)
+    for _ in range(2):
+        found.append((model(whole().chunk(2, 1)[rank]) - want).abs().max().item())
+        exec(CELL.partition("class")[0], vars(file))
+    del sys.modules["cells"]
+    return found
+
+
+def test_functions_of_a_notebook_are_routed_whenever_they_are_defined(ranks: Ranks) -> None:
+    for found in ranks(2, cells):
+        assert max(found) <= 1e-10, found
 
 
 @on_ranks

@@ -130,6 +130,27 @@ def test_a_recompute_gets_the_state_of_its_forward(around: tuple[Any, ...], earl
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_selections_are_replayed_from_the_first_after_an_interruption() -> None:
+    """Before, the backward that ran again went on where the interrupted one had stopped: selections of other calls."""
+    owner, broken, recomputed = Owner(), False, []
+
+    def run(x: Tensor) -> Tensor:
+        first = owner.select()
+        if broken:
+            raise MemoryError
+        recomputed.append((first.item(), owner.select().item()))
+        return x.sin()
+
+    x = torch.randn(3, requires_grad=True)
+    loss = reentrant(run)(x).sum()
+    broken = True
+    with pytest.raises(MemoryError):
+        loss.backward(retain_graph=True)
+    broken = False
+    loss.backward()
+    assert recomputed == [(1, 2), (1, 2)]
+
+
 @pytest.mark.parametrize("kind", [reentrant, hooked])
 def test_states_set_inside_a_checkpoint_are_those_of_the_recompute(kind: Any) -> None:
     owner = Owner()

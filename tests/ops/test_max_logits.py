@@ -500,3 +500,30 @@ def recomputed_alone() -> float:
 def test_one_rank_recomputes_what_has_no_documents(ranks: Any) -> None:
     """The first forward of a reentrant checkpoint has no gradients, and keeps no logits; the second does."""
     assert max(ranks(1, recomputed_alone)) <= FP64
+
+
+@on_ranks
+def read_before_backward() -> float:
+    """The largest logit after a step with small numbers, beside the one of those numbers. The step before it read its
+    own, of large ones, between forward and a backward that recomputes."""
+    torch.manual_seed(3)
+    style = ContextParallel(qkv_indices=None, max_logits=True)
+    model = parallelize_module(nn.ModuleList([Layer(True)]), cp_mesh(), {"0": style}).double()
+    handler, x = ContextParallelHandler(cp_mesh(), style), torch.randn(1, 8, 16, dtype=torch.float64)
+
+    def forward(scale: float) -> Tensor:
+        local = handler.dispatch(scale * x, 1).requires_grad_()
+        return checkpoint(model[0], local, use_reentrant=False).sum()
+
+    forward(1.0).backward()
+    want = handler.max_logits(model)["0"]
+    loss = forward(50.0)
+    handler.max_logits(model)
+    loss.backward()
+    forward(1.0).backward()
+    return relative_error(handler.max_logits(model)["0"], want)
+
+
+def test_a_recompute_keeps_nothing(ranks: Any) -> None:
+    """Before, the recompute left the logits of the first step to the second."""
+    assert max(ranks(2, read_before_backward)) <= FP64

@@ -70,18 +70,20 @@ State = ForwardState | OneDevice
 
 _forwards: ThreadStack[tuple[nn.Module, State]] = ThreadStack()
 """The decoders that run, and the state of each."""
-_offered: ThreadStack[PreparedBatch | None] = ThreadStack()
-"""The state that the model around a decoder was given, if any."""
+_offered: ThreadStack[tuple[nn.Module, PreparedBatch]] = ThreadStack()
+"""The model around a decoder, and the state that it was given, if any."""
 
 
-def offer(batch: PreparedBatch | None) -> None:
+def offer(model: nn.Module, batch: PreparedBatch | None) -> None:
     """Keep the state that a model was given for its decoder: not every model passes unknown keywords on."""
-    _offered.entries[:] = [batch]
+    _offered.entries[:] = [] if batch is None else [(model, batch)]
 
 
 def offered() -> PreparedBatch | None:
     """The state that the model around this decoder was given."""
-    return _offered.top
+    if (top := _offered.top) is not None and not is_compiling() and not is_running(top[0]):
+        _offered.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
+    return None if (top := _offered.top) is None else top[1]
 
 
 def begin(decoder: nn.Module, state: State) -> None:

@@ -104,7 +104,7 @@ class ImageKeysHook:
         tokens = args[0] if args else kwargs["input_ids"]
         images = self._images(ready.media, tokens, kwargs)
         ready = replace(ready, media=None)
-        forward.offer(ready)
+        forward.offer(owner, ready)
         kwargs = {**kwargs, **({"context_parallel": ready} if "context_parallel" in kwargs else {})}
         return args, {**kwargs, **self._own(images, tokens.device)}
 

@@ -181,7 +181,7 @@ class InlineMediaHook:
             places = torch.isin(tokens, torch.tensor(exchange.ids(kind), device=tokens.device))[..., None]
             embeds = embeds.masked_scatter(places, output.pooler_output.to(embeds.dtype))
         ready = replace(ready, media=None)
-        forward.offer(ready)
+        forward.offer(owner, ready)
         given_state = {"context_parallel": ready} if "context_parallel" in kwargs else {}
         return (), {**kwargs, **given_state, "input_ids": None, "inputs_embeds": embeds}
 

@@ -245,6 +245,8 @@ class MediaHook:
         self.norms = [module for module in encoders_in(owner) if isinstance(module, OF_ALL_ITEMS)]
         self.parameters = inspect.signature(owner.forward).parameters
         self.known = {x for kind in METHODS for x in (*_entries(owner, kind), CROPS) if x in self.parameters}
+        self.own: dict[str, Any] = {}
+        """In a forward: what the module itself had, if anything, where methods over all ranks are now."""
 
     def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of a decoder that encodes images by itself before its others."""
@@ -273,7 +275,7 @@ class MediaHook:
             self._check(owner, ready.media)
             exchange.add_all(ready.media.entries)
             ready = replace(self._positions(owner, handler, ready, kwargs, tokens.device), media=None)
-            forward.offer(ready)
+            forward.offer(owner, ready)
             if "context_parallel" in kwargs:
                 kwargs["context_parallel"] = ready
         if sharded:
@@ -281,13 +283,17 @@ class MediaHook:
         for name, x in exchange.inputs.items():
             kwargs[name] = x.to(tokens.device) if isinstance(x, Tensor) else x
         for kind, encode in exchange.encoders.items():
+            self.own[METHODS[kind]] = vars(owner).get(METHODS[kind])
             setattr(owner, METHODS[kind], encode)
         return args, kwargs
 
     def after(self, owner: nn.Module, *_: Any) -> None:
-        """Restore the model's own methods."""
-        for name in METHODS.values():
+        """Restore the model's own methods, and those that a user has put in their place."""
+        for name, own in self.own.items():
             vars(owner).pop(name, None)
+            if own is not None:
+                setattr(owner, name, own)
+        self.own.clear()
 
     def _check(self, owner: nn.Module, media: Media) -> None:
         """Raise ``NotImplementedError`` for a model or a batch whose images cannot be shared out."""

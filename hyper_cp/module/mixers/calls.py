@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._torch import checkpoint
 from ..._torch.compiling import is_compiling
 from ..._torch.modes import unseen
-from ..._torch.modules import is_running
+from ..._torch.modules import LIBRARY, is_running
 from ...mesh import cp_mesh
 from ...mesh.batch_state import BatchState
 from ...mesh.cp_mesh import CPMesh
@@ -381,17 +381,25 @@ def route_mixer(module: nn.Module) -> None:
 def route_loaded() -> None:
     """Put :data:`ROUTED` in front of the functions of all loaded files, whatever their names there: a
     ``context_parallel`` block knows no model, and a mixer may call them through another file."""
-    for file in sys.modules.keys() - _routed:
+    # A notebook (which has no spec) gets new functions with each cell; a file that is loaded again gets another spec.
+    again = {x for x, spec in _own.items() if spec is None or getattr(sys.modules.get(x), "__spec__", None) is not spec}
+    for file in (sys.modules.keys() - _routed) | again:
         names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
         for name, value in list(names.items()):
             _put_in_front(names, name)
             if not file.startswith("torch."):
                 _put_in_front_of_kept(names, name, value, file)
         _routed.add(file)
+        spec, package = names.get("__spec__"), file.partition(".")[0]
+        if package not in _INSTALLED and "site-packages" not in str(getattr(sys.modules.get(package), "__file__", "")):
+            _own[file] = spec
 
 
 _routed: set[str] = set()
 """The files whose functions have been routed."""
+_own: dict[str, Any] = {}
+"""Those that are not of an installed package, with what they were loaded by."""
+_INSTALLED = {*sys.stdlib_module_names, LIBRARY}
 
 
 def _put_in_front_of_kept(names: dict[str, Any], name: str, value: Any, file: str) -> None:

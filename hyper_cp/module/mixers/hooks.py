@@ -13,7 +13,7 @@ from ..._torch.modules import calls_running
 from ...mesh.cp_mesh import CPMesh
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from ..model import begin_call
-from .calls import RunningMixer, is_mixer, route_mixer, running_mixers
+from .calls import RunningMixer, is_mixer, route, route_mixer, running_mixers
 
 Where = tuple[CPMesh, str, Tensor | None, int | None]
 """The mesh, layout, documents and Ulysses degree of a call."""
@@ -74,6 +74,8 @@ class MixerHooks:
                 break
             running_mixers.remove(outer)  # a KeyboardInterrupt ended that call without its hooks
         if found is not None:
+            if not is_compiling():
+                route(type(module))  # again: a cell of a notebook may have bound the functions anew
             running_mixers.push(RunningMixer(self.name, module, *found))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
