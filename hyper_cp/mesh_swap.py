@@ -32,7 +32,7 @@ def context_parallel_mesh(
     Blocks may be nested; after a block, or an exception in it, everything is as before. A recompute by activation
     checkpointing uses the mesh of its forward, also after the block. A compiled model is compiled once for each mesh.
     Documents are those of the yielded handler's ``documents`` block; a documents block that is active on the mesh that
-    was left is an error.
+    was left is an error, and so is a forward of the model in another thread.
 
     Args:
         model: a model with modules under :class:`ContextParallel`.

@@ -54,8 +54,7 @@ def keep(
 ) -> None:
     """Let a module keep the largest logit of each head, of this call and of those since :func:`take`. (A recompute by
     activation checkpointing repeats what the forward had, which may be taken already. That of a reentrant checkpoint is
-    the first run with gradients.) Arguments: see
-    :func:`of_heads`."""
+    the first run with gradients.) Arguments: see :func:`of_heads`."""
     if repeats_gradients():
         return
     kept = module.__dict__.get(_KEPT, [])

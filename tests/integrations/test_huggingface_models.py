@@ -507,6 +507,10 @@ def wrong_use(case: str) -> None:
     local = {"input_ids": tokens(24).chunk(2, 1)[dist.get_rank()]}
     labels, config = local["input_ids"], hf.LlamaConfig(**SMALL)
     if case == "pooled batch":
+        # Its forward drops the mark of such a batch, which its decoder would refuse.
+        model, handler = prepared(hf.MegatronBertForNextSentencePrediction(hf.MegatronBertConfig(**SMALL)))
+        with pytest.raises(ValueError, match="MegatronBertModel got a batch of prepare_batch"):
+            model(**prepare_batch(handler, {"input_ids": tokens(24)}))
         model, handler = prepared(hf.LlamaForSequenceClassification(config))
         model(**prepare_batch(handler, {"input_ids": tokens(24)}))
     elif case == "token classification":

@@ -881,3 +881,18 @@ def test_every_row_reaches_its_reader() -> None:
             assert sender.sent[rank] == plan.received[other]
         known = np.concatenate([rows[starts[rank] : starts[rank + 1]], np.array(arrived, dtype=np.int64)])
         assert known[plan.read].tolist() == readers[rank].tolist()
+
+
+@on_ranks
+def whole_text(kind: str) -> str:
+    model = tiny(kind)
+    mesh, style = cp_mesh(), ContextParallel(ulysses_degree=1)
+    prepare_model(model, mesh, style=style)
+    return error_of(lambda: model(input_ids=3 + torch.arange(32).view(2, 16)))
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "voxtral"])
+def test_a_whole_batch_of_text_is_refused(ranks: Any, kind: str) -> None:
+    """Before, the decoder, which gets embeddings and no tokens, took it for a share."""
+    for error in ranks(2, whole_text, kind):
+        assert "got the same (2, 16) tokens on all 2 ranks" in error, error

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel
-from tests.harness.hf_causal import CLASSES, SEQ2SEQ, tiny_causal
+from tests.harness.hf_causal import CAUSAL, CLASSES, SEQ2SEQ, text_config, tiny_causal
 from tests.harness.hf_models import InDouble, gradients, prepare_model, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
@@ -190,3 +190,23 @@ def test_eager_answers_over_padding_that_sees_no_token_are_refused(ranks: Any) -
     for found, refusal in ranks(2, eager_answers):
         assert max(found) <= 1e-10, found
         assert "padding that sees no token is read, by a head" in refusal and "at their end" in refusal
+
+
+@on_ranks
+def pooling_by_themselves() -> list[str]:
+    """The errors of text models that hand on a row that their own forward pools, or a head beside them."""
+    import transformers as hf
+
+    found = []
+    for kind in (hf.AltCLIPTextModel, hf.Tipsv2TextModel, hf.VideoPrismTextModel, hf.NeoMMEForRetrieval):
+        default = kind.config_class()
+        model = kind(text_config(default.model_type, CAUSAL, default))
+        found.append(error_of(lambda model=model: prepared(model)))
+    return found
+
+
+def test_embeddings_of_a_share_are_refused(ranks: Any) -> None:
+    """Before, each rank made an embedding of its own share."""
+    for found in ranks(2, pooling_by_themselves):
+        for error in found:
+            assert error.startswith("NotImplementedError") and "pools over the sequence" in error, error

@@ -33,7 +33,7 @@ from .modules import (
     position_modules,
     sinusoids,
 )
-from .pooled import poolers_of, pools_by_itself
+from .pooled import pool_in_code, poolers_of, pools_by_itself
 from .relative import relative_modules
 from .seams import in_file, source_of
 from .selected import LAYER, selects
@@ -123,7 +123,10 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "with parallelize_module"
         )
     pools = has_head(model, POOLED)
-    if pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None):
+    outside = {*model.modules()} - {*decoder.modules()} - encoders_in(model)
+    if (not pools and pool_in_code(outside)) or (
+        pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None)
+    ):
         raise NotImplementedError(
             f"{type(model).__name__} pools over the sequence, and each rank would pool over its share. Prepare "
             "the model without its head (model.base_model), gather its output with handler.combine(hidden, 1), and "
@@ -577,16 +580,22 @@ def check_dropped_layers(stacks: Iterable[nn.Module]) -> None:
             )
 
 
+_TOLD_APART = 8
+"""Numbers of each embedding that are compared."""
+
+
 def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str) -> None:
-    """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same tokens. One small communication."""
-    if tokens.is_floating_point() or tokens.numel() < 2:
+    """Raise ``ValueError`` on every rank if all ranks of the mesh hold the same ``tokens`` ``[B, S/n]``, or embeddings
+    of them ``[B, S/n, D]``. One small communication."""
+    if tokens.numel() < 2:
         return
+    shape, tokens = (*tokens.shape[:2],), tokens.detach() if tokens.ndim < 3 else tokens.detach()[..., :_TOLD_APART]
     # Shares of one repeated token may be equal: padding, say.
-    told = int(digest(contents_of(tokens)), 16) // 2 if bool((tokens != tokens.flatten()[0]).any()) else -1
+    told = int(digest(contents_of(tokens)), 16) // 2 if bool((tokens != tokens[:1, :1]).any()) else -1
     rows = by_rank(handler.mesh, torch.tensor([told], device=tokens.device))
     if told >= 0 and bool((rows == rows[0]).all()):
         raise ValueError(
-            f"{name} got the same {tuple(tokens.shape)} tokens on all {handler.cp.size} ranks. They must be shares "
+            f"{name} got the same {shape} tokens on all {handler.cp.size} ranks. They must be shares "
             "of one sequence. Pass the whole batch through prepare_batch (or handler.dispatch); to generate call "
             "hyper_cp.hf.generate"
         )

@@ -34,11 +34,19 @@ def poolers_of(decoder: nn.Module) -> list[nn.Module]:
 def pools_by_itself(decoder: nn.Module, encoders: Set[nn.Module]) -> bool:
     """True for a decoder that pools in its forward, and hands on what it has pooled (ALBERT, text models of CLIP).
     ``encoders``: modules inside of it whose sequence is another one."""
-    in_code = any(_POOLS.search(source_of(type(module).forward)) for module in {*decoder.modules()} - encoders)
+    in_code = pool_in_code({*decoder.modules()} - encoders)
     return in_code or (getattr(decoder, "pooler", None) is not None and not poolers_of(decoder))
 
 
-_POOLS = re.compile(r"pooled_output = (last_hidden_state|sequence_output|hidden_states)\[")
+def pool_in_code(modules: Set[nn.Module]) -> bool:
+    """True if the forward of one of these modules makes one row of the sequence."""
+    return any(_POOLS.search(source_of(kind.forward)) for kind in {type(module) for module in modules})
+
+
+_POOLS = re.compile(
+    r"pooled_output = (last_hidden_state|sequence_output|hidden_states)\["
+    r"|\b(pooled|pooler_output|pooled_output|text_embeddings) = .*(\[:, (0|-1)\]|\.(mean|sum)\((dim=)?1\b)"
+)
 
 
 class PooledHook:
@@ -65,17 +73,23 @@ class PooledHook:
         for pooler in poolers_of(decoder):
             pooler.register_forward_pre_hook(_gather)
         decoder.register_forward_hook(self.after)
+        model.register_forward_pre_hook(self.refuse_share, with_kwargs=True)
         model.register_forward_hook(self.share)
 
     @_on_the_host
-    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """This rank's share of the arguments, all of which are those of the whole batch."""
-        self.batch, active = None, self.binding.active
+    def refuse_share(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a batch that is split already."""
         if kwargs.get("context_parallel") is not None:
             raise ValueError(
                 f"{self.binding.name} got a batch of prepare_batch, but the head of its model reads the whole "
                 "sequence. Pass the whole batch to the model: it splits it by itself"
             )
+
+    @_on_the_host
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This rank's share of the arguments, all of which are those of the whole batch."""
+        self.batch, active = None, self.binding.active
+        self.refuse_share(decoder, args, kwargs)
         if not active.parallel:
             return None
         kwargs = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
