@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -391,12 +392,16 @@ _ABSENT: Any = object()
 @contextmanager
 def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
     """Restore a model after the block, or after an exception in it: gradients (the same objects), buffers, the
-    attributes that a forward assigns, the records of its styles. Restore random number generators, too. In the block
-    gradients begin as None."""
+    attributes that a forward assigns or changes (lists, dicts, sets, tensors, generators), the records of its styles.
+    Restore random number generators, too. In the block gradients begin as None."""
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
-    contents = [(x, x.detach().clone()) for _, found in buffers for x in found.values() if x is not None]
     attributes = [(module, _attributes(module)) for module in model.modules()]
+    contents: dict[int, Callable[[], object]] = {}
+    for _, found in buffers:
+        contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in found.values() if x is not None}
+    for _, found in attributes:
+        _keep_content(found, contents)
     heads = [(binding, binding.heads) for binding in bindings(model)]
     python = random.getstate()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
@@ -412,10 +417,8 @@ def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
             for module, found in buffers:
                 buffers_of(module).clear()
                 buffers_of(module).update(found)
-            with torch.no_grad():
-                for buffer, content in contents:
-                    if not _equal(buffer, content):
-                        buffer.copy_(content)
+            for restore in contents.values():
+                restore()
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # after an exception, whole parameters may be in place of the sharded ones
@@ -430,7 +433,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes that user code may assign in a forward. (DDP and torch restore theirs.)"""
     if isinstance(module, DistributedDataParallel):
         return {}
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+_OF_TORCH = {*vars(nn.Module())}
 
 
 def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
@@ -440,6 +446,36 @@ def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
     for name, value in before.items():
         if now.get(name, _ABSENT) is not value:
             vars(module)[name] = value
+
+
+def _keep_content(x: Any, kept: dict[int, Callable[[], object]]) -> None:
+    """Add what restores the content of an attribute: of a container also that of its elements. (Views, as of FSDP's
+    flat parameters, are left to who has made them.)"""
+    if id(x) in kept:
+        return
+    if isinstance(x, torch.Generator):
+        kept[id(x)] = partial(x.set_state, x.get_state())
+    elif type(x) is Tensor and x.is_leaf and not x._is_view():
+        kept[id(x)] = partial(_restore_tensor, x, x.detach().clone())
+    elif isinstance(x, (list, dict, set)):
+        plain = dict if isinstance(x, dict) else list if isinstance(x, list) else set
+        kept[id(x)] = partial(_restore_container, x, plain, plain(x))
+        for element in x.values() if isinstance(x, dict) else x:
+            _keep_content(element, kept)
+
+
+def _restore_tensor(x: Tensor, content: Tensor) -> None:
+    if not _equal(x, content):
+        with torch.no_grad():
+            x.copy_(content)
+
+
+def _restore_container(x: Any, plain: Any, content: Any) -> None:
+    flat = (lambda of: [y for pair in of.items() for y in pair]) if plain is dict else list
+    if len(x) == len(content) and all(a is b for a, b in zip(flat(x), flat(content), strict=True)):
+        return
+    plain.clear(x)
+    (plain.extend if plain is list else plain.update)(x, content)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

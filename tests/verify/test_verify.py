@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -146,6 +147,46 @@ def state(model: nn.Module) -> dict[str, Any]:
     found["bindings"] = [(b.heads, len(b.stack), id(b.stack[0]), b.active_documents()) for b in bindings(model)]
     found["modes"] = len(torch.overrides._get_current_function_mode_stack())
     return found
+
+
+class Counts(nn.Module):
+    """A model that changes all kinds of attributes in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.counts: dict[str, Any] = {"tokens": 0, "rows": [1]}
+        self.seen: set[int] = set()
+        self._calls = 0
+        self.table, self.generator = torch.zeros(2), torch.Generator().manual_seed(0)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(x.sum())
+        self.counts["tokens"] += len(x)
+        self.counts["rows"].append(2)
+        self.counts["new"] = 1
+        self.seen.add(len(x))
+        self._calls += 1
+        self.table.add_(1)
+        self.steps.add_(1)
+        return x + torch.rand((), generator=self.generator)
+
+    def content(self) -> Any:
+        kept = self.losses, self.counts, self.seen, self._calls, self.table.tolist(), self.steps.item()
+        return (*map(str, kept), self.generator.get_state().tolist())
+
+
+def test_what_a_forward_changes_is_restored() -> None:
+    """Before, lists, dicts, tensors and generators kept what the example of ``parallelize``, or ``verify``, brought."""
+    model = Counts()
+    model(torch.ones(2))
+    before, lists = model.content(), (model.losses, model.counts)
+    with contextlib.suppress(KeyError), runs.restore_model_state(model, "cpu"):
+        model(torch.ones(3))
+        assert model.content() != before
+        raise KeyError
+    assert model.content() == before and model.losses is lists[0] and model.counts is lists[1]
 
 
 def same(a: Any, b: Any) -> bool:
