@@ -494,7 +494,7 @@ def test_a_module_that_one_rank_has_compared_is_compared_on_all(ranks: Any) -> N
 
 
 def in_thread(run: Any) -> Any:
-    """What ``run`` returns, in another thread."""
+    """The result of ``run`` in another thread."""
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(run).result()
 
@@ -527,3 +527,21 @@ def test_blocks_of_another_thread(ranks: Any) -> None:
         assert length == S // 2 and error <= 1e-12
         assert "while thread 'MainThread' is in a context_parallel_mesh block of this model" in in_evaluation
         assert f"this batch of {S} positions was split over 1" in of_other_mesh
+
+
+@on_ranks
+def compiled_handler() -> list[float]:
+    """Errors of the handlers of a block and of a model in one graph, in the block."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    model, x = built(STYLES[0], family.cp(1)), torch.arange(16.0)[None]
+    follows = ContextParallelHandler.of(model)
+    with context_parallel_mesh(model, family.cp(2)) as handler:
+        shares = [
+            torch.compile(lambda x, made=made: made.combine(2 * x, 1), fullgraph=True, backend="eager")
+            for made in (handler, follows)
+        ]
+        return [(share(handler.dispatch(x, 1)) - 2 * x).abs().max().item() for share in shares]
+
+
+def test_handlers_compile_in_a_block(ranks: Any) -> None:
+    assert max(max(found) for found in ranks(2, compiled_handler)) == 0

@@ -28,7 +28,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -107,17 +106,15 @@ class Agreement:
         """The number of the last signature; how many were looked up since the last comparison, and their order."""
         self._plans: tuple[int, Callable[[], object]] = 0, lambda: None
         """The number of plans that this rank has applied on the mesh, and the model of the last one."""
-        self._tokens: dict[str, str] = {}
-        """Digests of batches that not all ranks have compared yet, by the style of their handler and by training."""
+        self._tokens: dict[str, tuple[str, ...]] = {}
+        """Digests of the batches that not all ranks have compared yet, by the style of their handler, and training."""
         self._compared: set[str] = set()
         """The names in ``_tokens`` of which the ranks have compared a batch."""
-        self._split: Counter[str] = Counter()
-        """The number of batches by such names, up to the one that was compared."""
         self._styles: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """The styles of handlers, numbered."""
         self._next_style = itertools.count()
         self._grad_modes: set[bool] = set()
-        """Whether gradients were enabled in the calls that the ranks have compared."""
+        """True if the ranks have compared a call with gradients, False if one without."""
         self._round, self._lock, self._compare_next = 0, threading.Lock(), False
         self._limit = store.timeout.total_seconds()
         # Entries of an earlier mesh of the same ranks may be left in the store, so every rank counts its own meshes.
@@ -141,8 +138,7 @@ class Agreement:
         handlers of a style in training or in evaluation, whose samplers are others.
 
         Not at once: a data loader's thread may split batches at other times on other ranks. And not those of the
-        second style in such a thread: the order of several threads differs between ranks. A batch takes the place of
-        one that was not compared, which a rank may have split by itself, to print it.
+        second style in such a thread: the order of several threads differs between ranks.
         """
         in_turn = threading.current_thread() is threading.main_thread()
         name = "first"
@@ -156,12 +152,12 @@ class Agreement:
         if type(tokens) is not Tensor or tokens.is_meta:  # fakes have no values
             return
         if tokens.numel() and not (tokens.is_floating_point() or tokens.dtype == torch.bool):
-            self._split[name] += 1
-            if self._split[name] > MOST_DIGESTS:  # no call comes to compare them, and each digest waits for the device
-                self._tokens.pop(name, None)
+            known = self._tokens.get(name, ())
+            if len(known) == MOST_DIGESTS:  # no call comes to compare them, and each digest waits for the device
+                del self._tokens[name]
                 self._compared.add(name)
             else:
-                self._tokens[name] = digest_of_tensor(tokens)
+                self._tokens[name] = (*known, digest_of_tensor(tokens))
 
     def number_of_plan(self, model: object) -> int:
         """The number, among the plans of this mesh, of the one that is being applied to ``model``."""
@@ -212,7 +208,8 @@ class Agreement:
             try:
                 compared = self._check_alike(mine, entries, history, details, mesh, caller)
             except ValueError:  # on all ranks: what runs again after it compares its batches again
-                self._tokens, self._compared, self._split, self._grad_modes = {}, set(), Counter(), set()
+                self._tokens, self._grad_modes = {}, set()
+                self._compared = {"first"}  # threads of loaders may be at other batches by now
                 raise
             self._compared |= compared
             self._tokens = {name: x for name, x in self._tokens.copy().items() if name not in compared}
@@ -249,8 +246,10 @@ class Agreement:
             raise ValueError(_disagreement(entries, mesh, caller, first))
         compared = set.intersection(*(set(batch) for batch in batches))  # a rank may have split none by itself
         for name in sorted(compared):
-            if len({batch[name] for batch in batches}) > 1:
-                found = [{"kind": mine["kind"], "batch": batch[name]} for batch in batches]
+            # The last batch of a rank that all have split: another rank may have split one by itself, to print it.
+            shared = set.intersection(*(set(batch[name]) for batch in batches))
+            if shared.isdisjoint(batch[name][-1] for batch in batches):
+                found = [{"kind": mine["kind"], "batch": batch[name][-1]} for batch in batches]
                 raise ValueError(_disagreement(found, mesh, caller))
         if any(other != history for other in histories):
             raise ValueError(_other_histories(histories, mesh, caller))

@@ -1,4 +1,4 @@
-"""What runs in which thread: stacks, one for each thread, and whose block a thread may see."""
+"""Stacks of what is running, one for each thread, and whose blocks a thread sees."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from typing import Generic, TypeVar
 
 from .._torch.checkpoint import in_backward
+from .._torch.compiling import is_compiling
 
 T = TypeVar("T")
 
@@ -35,5 +36,6 @@ class ThreadStack(threading.local, Generic[T]):
 
 
 def of_this_thread(thread: threading.Thread | None) -> bool:
-    """True for this thread, and for None; in backward, which PyTorch runs in threads of its own, for every one."""
-    return thread is None or thread is threading.current_thread() or in_backward()
+    """True for this thread, and for None; in backward, which PyTorch runs in threads of its own, for every one, and in
+    graphs, which know no threads."""
+    return is_compiling() or thread is None or thread is threading.current_thread() or in_backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
@@ -430,8 +431,8 @@ def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes that user code may assign in a forward. (DDP and torch restore theirs.)"""
-    if isinstance(module, DistributedDataParallel):
+    """The attributes that user code may assign in a forward. (DDP, FSDP and torch restore theirs.)"""
+    if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
         return {}
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
@@ -440,42 +441,54 @@ _OF_TORCH = {*vars(nn.Module())}
 
 
 def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    """Restore attributes; of private ones numbers only, since libraries keep there what they have made in a forward."""
     now = _attributes(module)
     for name in now.keys() - before.keys():
-        delattr(module, name)
+        if not name.startswith("_"):
+            delattr(module, name)
     for name, value in before.items():
-        if now.get(name, _ABSENT) is not value:
+        restored = not name.startswith("_") or type(value) in (int, float)
+        if restored and now.get(name, _ABSENT) is not value:
             vars(module)[name] = value
 
 
-def _keep_content(x: Any, kept: dict[int, Callable[[], object]]) -> None:
+def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]]) -> None:
     """Add what restores the content of an attribute: of a container also that of its elements. (Views, as of FSDP's
-    flat parameters, are left to who has made them.)"""
-    if id(x) in kept:
-        return
-    if isinstance(x, torch.Generator):
-        kept[id(x)] = partial(x.set_state, x.get_state())
-    elif type(x) is Tensor and x.is_leaf and not x._is_view():
-        kept[id(x)] = partial(_restore_tensor, x, x.detach().clone())
-    elif isinstance(x, (list, dict, set)):
-        plain = dict if isinstance(x, dict) else list if isinstance(x, list) else set
-        kept[id(x)] = partial(_restore_container, x, plain, plain(x))
-        for element in x.values() if isinstance(x, dict) else x:
-            _keep_content(element, kept)
+    flat parameters, are left to who has made them, and large containers, as of a vocabulary, as they are.)"""
+    waiting = [attribute]
+    while waiting:
+        x = waiting.pop()
+        if id(x) in kept:
+            continue
+        if isinstance(x, torch.Generator):
+            kept[id(x)] = partial(x.set_state, x.get_state())
+        elif type(x) is Tensor:
+            strided = x.layout is torch.strided and not x.is_meta and x.is_leaf
+            if strided and x.untyped_storage().nbytes() == x.numel() * x.itemsize:  # all there, and its own
+                kept[id(x)] = partial(_restore_tensor, x, x.detach().clone())
+        elif type(x) in _CONTAINERS and len(x) <= _MOST_ELEMENTS:
+            kept[id(x)] = partial(_restore_container, x, copy.copy(x))
+            waiting += x.values() if isinstance(x, dict) else x
+
+
+_CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
+_MOST_ELEMENTS = 10_000
 
 
 def _restore_tensor(x: Tensor, content: Tensor) -> None:
-    if not _equal(x, content):
-        with torch.no_grad():
+    with torch.no_grad(), torch.inference_mode(x.is_inference()):
+        if x.shape != content.shape:  # by x.data = ...
+            x.data = content
+        elif not _equal(x, content):
             x.copy_(content)
 
 
-def _restore_container(x: Any, plain: Any, content: Any) -> None:
-    flat = (lambda of: [y for pair in of.items() for y in pair]) if plain is dict else list
-    if len(x) == len(content) and all(a is b for a, b in zip(flat(x), flat(content), strict=True)):
+def _restore_container(x: Any, content: Any) -> None:
+    flat = [[y for pair in of.items() for y in pair] if isinstance(of, dict) else list(of) for of in (x, content)]
+    if len(x) == len(content) and all(a is b for a, b in zip(*flat, strict=True)):
         return
-    plain.clear(x)
-    (plain.extend if plain is list else plain.update)(x, content)
+    x.clear()
+    (x.extend if isinstance(x, (list, deque)) else x.update)(content)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,10 @@ class Counts(nn.Module):
         self._calls = 0
         self.table, self.generator = torch.zeros(2), torch.Generator().manual_seed(0)
         self.register_buffer("steps", torch.zeros(()))
+        self.grown = torch.zeros(1)
+        self.last = OrderedDict(a=1, b=2)
+        self.others = [torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), torch.zeros(2)]
+        self.others[2].untyped_storage().resize_(0)  # as FSDP does between two forwards
 
     def forward(self, x: Tensor) -> Tensor:
         self.losses.append(x.sum())
@@ -167,26 +172,38 @@ class Counts(nn.Module):
         self.counts["rows"].append(2)
         self.counts["new"] = 1
         self.seen.add(len(x))
+        self.last.pop("a")
+        self.last["c"] = self._hooks_installed = True  # by a library, which has put hooks somewhere
         self._calls += 1
         self.table.add_(1)
+        self.grown.data = torch.cat([self.grown, x])
         self.steps.add_(1)
         return x + torch.rand((), generator=self.generator)
 
     def content(self) -> Any:
-        kept = self.losses, self.counts, self.seen, self._calls, self.table.tolist(), self.steps.item()
+        kept = (
+            self.losses,
+            self.counts,
+            self.seen,
+            self._calls,
+            self.table.tolist(),
+            self.steps.item(),
+            self.last,
+            self.grown,
+        )
         return (*map(str, kept), self.generator.get_state().tolist())
 
 
 def test_what_a_forward_changes_is_restored() -> None:
     """Before, lists, dicts, tensors and generators kept what the example of ``parallelize``, or ``verify``, brought."""
     model = Counts()
-    model(torch.ones(2))
     before, lists = model.content(), (model.losses, model.counts)
     with contextlib.suppress(KeyError), runs.restore_model_state(model, "cpu"):
         model(torch.ones(3))
         assert model.content() != before
         raise KeyError
     assert model.content() == before and model.losses is lists[0] and model.counts is lists[1]
+    assert model._hooks_installed
 
 
 def same(a: Any, b: Any) -> bool:

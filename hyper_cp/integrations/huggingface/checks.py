@@ -123,8 +123,10 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             "with parallelize_module"
         )
     pools = has_head(model, POOLED)
-    outside = {*model.modules()} - {*decoder.modules()} - encoders_in(model)
-    if (not pools and pool_in_code(outside)) or (
+    inside = {*decoder.modules()}
+    heads = [x for x in model.children() if inside.isdisjoint(x.modules())]
+    beside = {model, *(module for head in heads for module in head.modules())} - inside - encoders_in(model)
+    if (not pools and pool_in_code(beside)) or (
         pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None)
     ):
         raise NotImplementedError(
@@ -590,8 +592,8 @@ def check_dispatched(handler: ContextParallelHandler, tokens: Tensor, name: str)
     if tokens.numel() < 2:
         return
     shape, tokens = (*tokens.shape[:2],), tokens.detach() if tokens.ndim < 3 else tokens.detach()[..., :_TOLD_APART]
-    # Shares of one repeated token may be equal: padding, say.
-    told = int(digest(contents_of(tokens)), 16) // 2 if bool((tokens != tokens[:1, :1]).any()) else -1
+    # Shares of one repeated token may be equal: padding, or numbers of a condition that all tokens of a row have.
+    told = int(digest(contents_of(tokens)), 16) // 2 if bool((tokens != tokens[:, :1]).any()) else -1
     rows = by_rank(handler.mesh, torch.tensor([told], device=tokens.device))
     if told >= 0 and bool((rows == rows[0]).all()):
         raise ValueError(
