@@ -123,3 +123,32 @@ def short_targets() -> float:
 def test_as_many_targets_as_ranks(ranks: Any) -> None:
     """Under Ulysses the one row of the source's mask was taken for that of the rank's only target, and refused."""
     assert max(ranks(2, short_targets)) <= 1e-9
+
+
+@on_ranks
+def own_losses() -> list[str]:
+    """The errors of encoder-decoders with a loss function, and with a forward, of the user's."""
+    found = []
+    for kind in ("function", "forward"):
+        model = tiny_causal("t5gemma", SEQ2SEQ)
+        if kind == "function":
+            model.loss_function = lambda logits, labels, **_: logits.mean()
+        else:
+            plain = type(model)
+
+            class OwnForConditionalGeneration(plain):  # type: ignore[misc,valid-type]
+                def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+                    output = super().forward(*args, labels=labels, **kwargs)
+                    output.loss = output.logits.mean()
+                    return output
+
+            model.__class__ = OwnForConditionalGeneration
+        model, _ = prepared(model)
+        found.append(error_of(lambda model=model: model(input_ids=tokens(24), labels=tokens(24))))
+    return found
+
+
+def test_losses_of_users_are_refused(ranks: Any) -> None:
+    """Before, their labels never reached them, and the loss was that of the next tokens."""
+    for found in ranks(2, own_losses):
+        assert all("has a loss of your own" in error for error in found), found

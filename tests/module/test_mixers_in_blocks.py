@@ -329,6 +329,31 @@ def test_ways_to_call_a_recurrence_are_seen(ranks: Ranks, kind: type[Calls]) -> 
         ]
 
 
+def chunk_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
+    return chunk_gla.__wrapped__(q, k, v, g) if hasattr(chunk_gla, "__wrapped__") else chunk_gla(q, k, v, g)
+
+
+class Other(Calls):
+    """A recurrence that is routed, and one that is not."""
+
+    def call(self, *args: Tensor) -> Any:
+        return chunk_delta_rule(chunk_gla(*args)[0], *args[1:])
+
+
+class OtherAlone(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return chunk_delta_rule(*args)
+
+
+@pytest.mark.parametrize("kind", [Other, OtherAlone])
+def test_recurrences_that_nothing_routes_are_refused(ranks: Ranks, kind: type[Calls]) -> None:
+    """Before, one function that is routed was enough, and others ran over a share, in a plan and in a block."""
+    for wrong, raised in ranks(2, called, kind):
+        assert not wrong and raised.keys() == {"block", "plan", "attention alone"}
+        for name in ("block", "plan"):
+            assert "calls a recurrence that context parallelism does not route" in raised[name], raised
+
+
 CELL = """
 def chunk_gla(q, k, v, g):
     return recur(q * k.shape[-1] ** -0.5, k, v, g, None, None), None

@@ -35,7 +35,7 @@ from .modules import (
 )
 from .pooled import pool_in_code, poolers_of, pools_by_itself
 from .relative import relative_modules
-from .seams import in_file, source_of
+from .seams import in_file, is_foreign, own_forward, source_of
 from .selected import LAYER, selects
 from .two_sequences import HEADS, stacks_of, takes_media
 from .written import makes_biases, writes_out, written_attention
@@ -245,7 +245,7 @@ def _check_own_modules(model: PreTrainedModel, decoder: PreTrainedModel) -> None
     chosen = decoder.config._attn_implementation
     for kind, functions in (("attention", AttentionInterface()), ("mask", AttentionMaskInterface())):
         function = None if "/" in str(chosen) else functions.get(chosen)  # with "/": a kernel of the hub
-        if function is not None and _is_foreign(inspect.unwrap(function)):
+        if function is not None and is_foreign(inspect.unwrap(function)):
             raise NotImplementedError(
                 f"attn_implementation={chosen!r} of {type(decoder).__name__} names a function of {kind} that was "
                 f"registered ({function.__module__}.{function.__qualname__}) and would be replaced. Choose one of "
@@ -271,7 +271,7 @@ def check_own_forwards(decoder: PreTrainedModel, eager: bool) -> None:
         return
     for name, module in decoder.named_modules():
         named = f"module {name!r} ({type(module).__name__}) of {type(decoder).__name__}"
-        multihead, own = isinstance(module, nn.MultiheadAttention), _own_forward(module)
+        multihead, own = isinstance(module, nn.MultiheadAttention), own_forward(module)
         source = "" if own is None else source_of(own)
         if _was_added(decoder, name) if multihead else _writes_attention(module, source):
             raise NotImplementedError(
@@ -284,7 +284,7 @@ def check_own_forwards(decoder: PreTrainedModel, eager: bool) -> None:
                 "or parts of the sequence), and would end at this rank's share. Use the one of its class"
             )
         function = in_file(module, EAGER) if eager else None
-        if function is not None and not _is_foreign(type(module)) and _is_foreign(inspect.unwrap(function)):
+        if function is not None and not is_foreign(type(module)) and is_foreign(inspect.unwrap(function)):
             raise NotImplementedError(
                 f"{EAGER} in the file of {named} is {function.__module__}.{function.__qualname__}, which would be "
                 "replaced. Use that of transformers, or put a ContextParallel style on modules that call "
@@ -296,7 +296,7 @@ def _was_added(decoder: nn.Module, name: str) -> bool:
     """True for an ``nn.MultiheadAttention`` of a user's, False for one of an encoder inside a decoder of
     transformers."""
     owner: Any = type(decoder.get_submodule(name.rpartition(".")[0]))
-    return _is_foreign(owner) or "MultiheadAttention" not in source_of(owner)
+    return is_foreign(owner) or "MultiheadAttention" not in source_of(owner)
 
 
 def has_attention(decoder: nn.Module) -> bool:
@@ -349,7 +349,7 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     if OWN_LOSS.search(source):
         return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
     function = inspect.unwrap(model.forward)
-    if _is_foreign(function):
+    if is_foreign(function):
         source = source_of(function)
         if "super().forward(" in source:
             known = re.search(r"\bloss\b|loss_function", source) is None
@@ -364,27 +364,15 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _own_forward(module: nn.Module) -> Any:
-    """The forward of a module, if a user has written it: that of its class, or one that was put in its place."""
-    function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
-    return function if hasattr(function, "__code__") and _is_foreign(function) else None
-
-
-def _is_foreign(kind: Any) -> bool:
-    """True for a class or function of a user, or of a model whose code comes with its weights."""
-    # Generated code may have no module.
-    return not str(kind.__module__).startswith(("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp."))
-
-
 def own_attention(decoder: nn.Module) -> list[nn.Module]:
     """The attention modules of a decoder whose forward is a user's; itself, if its own is and it has none by their
     names."""
     named = [
         module
         for module in decoder.modules()
-        if any("Att" in x.__name__ for x in type(module).__mro__) and _own_forward(module) is not None
+        if any("Att" in x.__name__ for x in type(module).__mro__) and own_forward(module) is not None
     ]
-    return named or ([decoder] if _own_forward(decoder) is not None and not mixers_of(decoder) else [])
+    return named or ([decoder] if own_forward(decoder) is not None and not mixers_of(decoder) else [])
 
 
 def _writes_attention(module: nn.Module, source: str) -> bool:

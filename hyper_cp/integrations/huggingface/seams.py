@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from transformers import GenerationMixin
 
 from ...schedule.layout import by_documents
@@ -137,3 +138,15 @@ def _refuse(name: str, what: str, why: str) -> NoReturn:
         f"{name} got {what}. On one device it {why}. Pass one document in each row, padded at its ends, without "
         'position_ids and indexer_losses, and use layout="contiguous" or "head_tail"'
     )
+
+
+def is_foreign(kind: Any) -> bool:
+    """True for a class or function of a user, or of a model whose code comes with its weights."""
+    # Generated code may have no module.
+    return not str(kind.__module__).startswith(("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp."))
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward of a module, if a user has written it: that of its class, or one that was put in its place."""
+    function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+    return function if hasattr(function, "__code__") and is_foreign(function) else None

@@ -21,7 +21,7 @@ from ...module.mesh_binding import Binding
 from ...style import style_of
 from .media import METHODS
 from .outputs import check_ignored
-from .seams import CACHES, in_file, source_of
+from .seams import CACHES, in_file, own_forward, source_of
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -141,6 +141,8 @@ class SourceTargetHook:
         self.use_cache = kwargs.get("use_cache")
         kwargs = {**kwargs, "use_cache": False}
         self.labels, count = kwargs.pop("labels", None), kwargs.get("num_items_in_batch")
+        if self.labels is not None:
+            _check_loss(model)
         if self.labels is not None and self.divides:
             check_ignored(model, {**kwargs, "labels": self.labels})
             self.counts = None if count is None else ((self.labels != -100).sum(), count)
@@ -200,3 +202,15 @@ class SourceTargetHook:
                 loss = loss * own / whole
             return type(output)(loss=loss, **output)  # losses are the first entries of outputs
         return output
+
+
+def _check_loss(model: PreTrainedModel) -> None:
+    """Raise ``NotImplementedError`` for an encoder-decoder with a loss of the user's: its labels never reach it."""
+    given, own = vars(model).get("_loss_function"), own_forward(model)
+    package = str(getattr(getattr(given, "func", given), "__module__", None)).partition(".")[0]
+    if (given is not None and package != "transformers") or (own and re.search(r"\bloss\b|loss_fu", source_of(own))):
+        raise NotImplementedError(
+            f"{type(model).__name__} got labels, and has a loss of your own. Labels of an encoder-decoder are split "
+            "behind its forward, and the loss would be the plain one of next tokens. Pass decoder_input_ids and no "
+            "labels, and give the logits, and handler.dispatch(labels, 1, pad_value=-100), to handler.mean_loss"
+        )

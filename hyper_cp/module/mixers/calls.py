@@ -247,7 +247,23 @@ def _decoding(mixer: RunningMixer, *_: Any, **__: Any) -> None:
     _refuse(mixer, "a function for decoding", {"a cached state": True})
 
 
+def _unknown(mixer: RunningMixer, *_: Any, **__: Any) -> None:
+    """A recurrence of flash-linear-attention that is not routed."""
+    raise NotImplementedError(
+        f"{mixer.name} calls a recurrence that context parallelism does not route, beside functions that it does: its "
+        "states would begin anew on every rank, and pass from one document to the next. Use a mode of the layer that "
+        "calls chunk_gated_delta_rule, chunk_kda, chunk_gla or chunk_simple_gla, or call "
+        "hyper_cp.ops.linear_recurrence(..., mesh=...) in it"
+    )
+
+
 # --------------------------------------------------------------------------- the table
+
+_KINDS = (
+    *("delta_rule", "dplr_delta_rule", "iplr_delta_rule", "gated_delta_product", "comba", "gsa", "hgrn", "retention"),
+    *("rwkv6", "rwkv7", "linear_attn", "lightning_attn", "log_linear_attn", "mesa_net", "ttt_linear", "based", "abc"),
+)
+_FUSED = ("gla", "simple_gla", "kda")
 
 ROUTED: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
@@ -258,6 +274,10 @@ ROUTED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), _selective_scan),
     **dict.fromkeys(("causal_conv1d_update", "selective_state_update"), _decoding),
     **dict.fromkeys(("fused_recurrent_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _decoding),
+    **dict.fromkeys([f"{how}_{kind}" for how in ("chunk", "fused_chunk") for kind in _KINDS], _unknown),
+    **dict.fromkeys([f"fused_recurrent_{kind}" for kind in (*_KINDS, *_FUSED)], _unknown),
+    **dict.fromkeys([f"fused_chunk_{kind}" for kind in _FUSED], _unknown),
+    **dict.fromkeys(("parallel_retention", "parallel_simple_gla", "parallel_based"), _unknown),
     **dict.fromkeys(("mamba_inner_fn",), _not_fused),
     **dict.fromkeys(("mamba_split_conv1d_scan_combined", "mamba2_split_conv1d_scan_combined"), _not_fused),
 }
@@ -292,8 +312,8 @@ def running_mixer() -> RunningMixer | None:
 
 
 def is_mixer(kind: type[nn.Module]) -> bool:
-    """True if a method of a type of module calls one of the functions."""
-    return bool(_called(kind))
+    """True if a method of a type of module calls one of the functions that are routed."""
+    return any(ROUTED[known] is not _unknown for names, x in _called(kind) if (known := _function_of(x, names.get(x))))
 
 
 def gives_state(kind: type[nn.Module]) -> bool:

@@ -44,7 +44,7 @@ def place_of(rows, heads, groups, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     blocks = (per_group + BLOCK - 1) // BLOCK
     block, row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     h = block * BLOCK + tl.arange(0, BLOCK)
-    group = tl.program_id(1)
+    group = tl.program_id(1).to(tl.int64)  # strides of heads of long sequences times it exceed int32
     return (row // rows).to(tl.int64), (row % rows).to(tl.int64), group, group * per_group + h, h < per_group
 
 
@@ -224,7 +224,7 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Add what a query gives to the gradients of some of its keys and values, summed over the heads that share them.
     With ``WITHIN``, both are added to that of the keys."""
-    row, group, per_group = tl.program_id(0), tl.program_id(1), heads // groups
+    row, group, per_group = tl.program_id(0), tl.program_id(1).to(tl.int64), heads // groups
     b, row = (row // rows).to(tl.int64), (row % rows).to(tl.int64)
     count, listed = list_of(counts, columns, b, row, group, lists, rows, most)
     n = tl.program_id(2) * KEYS + tl.arange(0, KEYS)
