@@ -92,6 +92,7 @@ PRIVATE_ELSEWHERE = {
     ("integrations/huggingface/checks.py", "_attn_implementation"): READS,
     ("integrations/huggingface/checks.py", "_loss_function"): READS,
     ("integrations/huggingface/chunked_loss.py", "_loss_function"): READS,
+    ("integrations/huggingface/two_sequences.py", "_loss_function"): READS,
     (
         "ops/kernels/scores/flex_kernel.py",
         "_dynamo",
