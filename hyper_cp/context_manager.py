@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.nn.functional as F
@@ -384,6 +384,8 @@ class _Routing(DispatchMode):
         """True if a buffer has positions of packed documents, and no attention call has been warned of them."""
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}
         """Positions of the shares."""
+        self.attending: set[type[nn.Module]] = set()
+        """Modules that have projected something in the block and are named like attention."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -394,7 +396,8 @@ class _Routing(DispatchMode):
         if func in BACKWARD and not is_compiling():
             return differentiate(self, func, args, kwargs)
         if func in _PRODUCTS and self.call.mesh.parallel and not is_compiling() and self.responsible():
-            refuse_running_mixer(self.call.binding.style.allow, self in _blocks.entries)
+            outer = refuse_running_mixer(self.call.binding.style.allow, self in _blocks.entries)
+            self.attending.update(kind for kind in map(type, outer) if "attention" in kind.__name__.lower())
         key = attention_calls.key_of(func)
         attention = key in attention_calls.ROUTED or attention_calls.spelled(func) is not None
         if not attention or not self.responsible():
@@ -470,7 +473,27 @@ class _Routing(DispatchMode):
         _blocks.remove(self)
         running_mixers.remove(self.mixer)
         super().__exit__(*error)
+        self._warn_if_local(error[0])
 
+    def _warn_if_local(self, error: Any) -> None:
+        """Warn of modules named like attention that have run in a block in which no attention was routed."""
+        new = [kind for kind in self.attending if kind not in _attended]
+        if error is not None:
+            return
+        _attended.update(new)
+        if new and not (self.call.routed or self.mixer.routed):
+            names = ", ".join(sorted(kind.__name__ for kind in new))
+            warnings.warn(
+                f"{names} ran in this context_parallel block, and no attention was routed in it. By a kernel of another "
+                "package, or by hand, each rank attends to its share only. Call F.scaled_dot_product_attention or "
+                "flex_attention (attn_implementation='sdpa' in transformers); or ignore this warning, if it attends to "
+                "nothing along the sequence",
+                stacklevel=3,
+            )
+
+
+_attended: WeakSet[type[nn.Module]] = WeakSet()
+"""Types of modules named like attention that have run in a block which has ended."""
 
 _blocks: ThreadStack[_Routing] = ThreadStack()
 """The blocks that are entered."""

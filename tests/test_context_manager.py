@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.context_manager import _blocks, _sharded_now
 from hyper_cp.mesh import comm
+from hyper_cp.module.attention_calls import spelled
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence, windows
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
@@ -672,3 +673,54 @@ def test_positions_of_packed_documents_are_warned_of(ranks: Any) -> None:
     for found in ranks(2, packed_positions):
         assert [len(said) for said, _ in found] == [1, 0, 0, 0], found
         assert max(error for _, error in found) <= 1e-10
+
+
+class SelfAttention(Layer):
+    """A layer whose name says what it does, with a core of its own."""
+
+    def __init__(self, core: Callable[..., Tensor]) -> None:
+        super().__init__(plain=False)
+        self.core = core
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 2).permute(2, 0, 3, 1, 4)
+        return x + self.core(q, k, v).transpose(1, 2).flatten(2)
+
+
+@on_ranks
+def local_attention(how: str) -> list[int]:
+    """Numbers of warnings of local attention in two blocks."""
+    cores: dict[str, Callable[..., Tensor]] = {
+        "by hand": plain_attention,
+        "routed": lambda *qkv: F.scaled_dot_product_attention(*qkv),
+        "compiled": torch.compile(lambda *qkv: F.scaled_dot_product_attention(*qkv), backend="aot_eager"),
+    }
+    kind = type("SelfAttention", (SelfAttention,), {})
+    module, x, found = kind(cores[how]), torch.randn(1, LENGTH, 8), []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1]):
+                module(x)
+        found.append(len([w for w in caught if "SelfAttention ran in this context_parallel block" in str(w.message)]))
+    return found
+
+
+def test_modules_of_attention_that_nothing_routes_are_warned_of(ranks: Any) -> None:
+    """A kernel that is no operator of PyTorch cannot be seen, its module can."""
+    assert ranks(2, local_attention, "by hand") == [[1, 0]] * 2
+    for how in ("routed", "compiled"):
+        assert ranks(2, local_attention, how) == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    ["flash_attn_3", "_flash_attn2_588b404", "_vllm_flash_attn3_1a2b", "_sage_attention_0c", "xformers_flash"],
+)
+def test_operators_of_kernels_are_known_by_name(namespace: str) -> None:
+    """Kernels from a hub have an underscore in front of their names."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("attend_for_test(Tensor q) -> Tensor")
+    operator = getattr(torch.ops, namespace).attend_for_test.default
+    assert spelled(operator) == f"{namespace}.attend_for_test.default"
+    assert spelled(torch.ops.aten.add.Tensor) is None

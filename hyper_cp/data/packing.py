@@ -30,8 +30,13 @@ PADDED, UNPADDED, END = "{}_padded", "{}_unpadded", "{}_argmin"
 without it if the others count it, and the number of boundaries if the rest is filling (both Megatron Bridge)."""
 IDS = ("document_ids", "seq_idx")
 """Names under which batches hold the document of every position ``[B, S]``: ours, and that of recurrent layers."""
-_LIKE_OFFSETS = re.compile("(cu_?seq|seq_?lens|packed|packing)")
-_LIKE_IDS = re.compile("(doc|document|segment|seq|sequence|pack)s?_?(id|ids|idx|index)$")
+_LIKE_OFFSETS = re.compile(
+    "cu_?seq|seq_?lens|packed|packing|(doc|document|sample|sub_?seq|seq|sequence)s?_?len(gth)?s$"
+)
+_LIKE_IDS = re.compile(
+    "((inputs|targets|encoder|decoder)_)?(doc|document|segment|seq|sequence|pack|example|sample)s?_?(id|ids|idx|index)$"
+    "|(inputs|targets)_segmentation$|attention_mask_in_length$"
+)
 
 
 def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tensor | None:

@@ -6,6 +6,7 @@ An option that cannot be honoured is refused here with its name, never reinterpr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -364,18 +365,18 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     flex_attention: plain_flex_attention,
 }
 """The replacement for a function that is not routed after all, where that is not the function itself."""
-_OPERATORS_OF = (
-    *("npu.npu_fusion_attention", "flash_attn", "xformers", "torch_attn."),
-    *("aten.scaled_dot_product", "aten._scaled_dot_product", "aten._flash_attention", "aten._efficient_attention"),
+_ATTENTION_OPERATOR = re.compile(
+    r"npu\.npu_fusion_attention|torch_attn\.|aten\._?scaled_dot_product|aten\._(flash|efficient)_attention|aiter\.f?mha"
+    r"|(?!aten\.|hyper_cp\.)\S*(flash_?attn|flash_attention|fmha|sage_?att|xformers|fused_attn|unified_attention)"
 )
-"""Beginnings of the names of operators that compute attention. (The one inside flex_attention is not among them: a
-compiled graph calls it after flex_attention was routed.)"""
+"""Names of operators that compute attention: those of kernels from a hub begin with an underscore, and end with a hash.
+(The one inside flex_attention is not among them: a compiled graph calls it after flex_attention was routed.)"""
 
 
 def spelled(func: Any) -> str | None:
     """The name of a function that computes attention, also of one that cannot be routed; None for others."""
     if isinstance(func, _OPERATORS):
-        return str(func) if str(func).startswith(_OPERATORS_OF) else None
+        return str(func) if _ATTENTION_OPERATOR.match(str(func)) else None
     return ROUTED[func].spelling if func in ROUTED else None
 
 

@@ -147,15 +147,16 @@ def _warn_of_mixing(row: Mixing, what: str, exempts: str) -> None:
     )
 
 
-def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) -> None:
+def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) -> list[nn.Module]:
     """Raise ``RuntimeError`` if a module whose name says that it runs along the sequence calls a function in a
-    ``context_parallel`` block, none of its functions is routed, and its user does not exempt it.
+    ``context_parallel`` block, none of its functions is routed, and its user does not exempt it. Returns the modules
+    that call it: a projection, and the one that has it.
 
     ``in_this_thread``: the block was entered in the thread that runs. (Backward on an accelerator has threads of its
     own, in which recurrences are not routed.)
     """
-    outer = (module for module in running_modules() if type(module) is not nn.Sequential)
-    for module in islice(outer, 2):  # the module that calls a projection, and the projection
+    outer = list(islice((module for module in running_modules() if type(module) is not nn.Sequential), 2))
+    for module in outer:
         routed = in_this_thread and not captures_function(module)
         if not mixes_by_name(module) or (routed and any(is_mixer(type(inner)) for inner in module.modules())):
             continue
@@ -168,6 +169,7 @@ def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) ->
                 f"block. {NAMED.instead}. If that is not the split sequence, exempt it from this check: "
                 f"context_parallel(..., allow=({name!r},))"
             )
+    return outer
 
 
 # --------------------------------------------------------------------------- when a plan is applied

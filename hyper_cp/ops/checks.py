@@ -19,7 +19,7 @@ from torch.nn.attention.bias import CausalBias
 from .._torch import checkpoint
 from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
-from ..mesh.arguments import check_int, check_number, check_type
+from ..mesh.arguments import check_bool, check_int, check_number, check_type
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, build, documents, tiles
 from ..schedule import layout as layouts
@@ -299,6 +299,7 @@ def _of_latents(of_latents: list[Tensor], cp: CPMesh) -> dict[str, Tensor]:
 
 def check_enable_gqa(name: str, q_heads: int, kv_heads: int, enable_gqa: bool) -> None:
     """Raise ``ValueError`` for grouped heads without ``enable_gqa``, as ``F.scaled_dot_product_attention`` does."""
+    check_bool("enable_gqa", enable_gqa, "It says that key heads may be fewer than query heads")
     if q_heads != kv_heads and not enable_gqa:
         raise ValueError(
             f"{name}: query has {q_heads} heads and key {kv_heads}. Grouped heads may be a mistake, as in "
@@ -371,7 +372,7 @@ def check_kinds(call: Call) -> None:
                 f"{call.name}: {name} is a tensor that requires a gradient. Attention takes it as a number, so the "
                 "gradient would be missing. Pass its value, x.item(); multiply the queries by a learned scale instead"
             )
-    if isinstance(call.scale, (int, float)) and call.scale <= 0:
+    if isinstance(call.scale, (int, float)) and not call.scale > 0:  # NaN too
         raise ValueError(
             f"{call.name}: scale={call.scale}. Fused kernels hide keys before they scale, so that hidden ones would be "
             "NaN. Pass a positive scale, and multiply the queries by the sign, or by 0"

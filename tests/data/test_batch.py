@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,9 @@ from tests.harness.oracle import token_positions
 from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 LAYOUTS = ["contiguous", "head_tail"]
+LENGTHS = ["seq_lengths", "sequence_lengths", "doc_lens", "document_lengths", "sample_lens", "subseq_lengths"]
+PER_TOKEN = ["segment_idx", "inputs_segmentation", "decoder_segment_ids", "example_ids", "attention_mask_in_length"]
+"""Names of packed documents in other libraries: lengths of documents, and numbers of the documents of tokens."""
 
 
 def rolled_whole(x: Tensor, shifts: int, dim: int, boundaries: list[list[int]] | None) -> Tensor:
@@ -375,6 +379,11 @@ def wrong_batch() -> dict[str, str]:
             "'segment_ids' seems to name packed documents.*'cu_seqlens'.*'document_ids'": lambda: get(
                 {"input_ids": x, "segment_ids": x}
             ),
+            **{
+                f"{name!r} seems to name packed documents": functools.partial(get, {"input_ids": x, name: documents})
+                for names, documents in ((LENGTHS, [[3, 4], [7]]), (PER_TOKEN, x))
+                for name in names
+            },
             "'cu_seqlens_q_padded' seems to name packed documents": lambda: get(
                 {"input_ids": x, "cu_seqlens_q_padded": [0, 4, 7]}
             ),

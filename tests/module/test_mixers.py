@@ -188,6 +188,8 @@ def refusals() -> dict[str, str]:
         "documents": error_of(lambda: run(cu_seqlens=torch.tensor([0, 12]))),
         "reverse": error_of(lambda: run(reverse=True)),
         "unknown": error_of(lambda: run(use_beta_sigmoid_in_kernel=True)),
+        "older name": error_of(lambda: run(offsets=torch.tensor([0, 12]))),
+        "other parallelism": error_of(lambda: run(cp_context=object())),
         "decoding": error_of(lambda: run(mixer.Decodes)),
         "conv1d": error_of(lambda: run(mixer.CallsModule)),
         "idle": error_of(lambda: run(mixer.Idle)),
@@ -206,6 +208,10 @@ def test_wrong_use_is_refused_with_the_reason(ranks: Ranks) -> None:
         assert "output_final_state" in found["cache"] and "reverse" in found["reverse"]
         assert found["unknown"].startswith("NotImplementedError") and "use_beta_sigmoid" in found["unknown"]
         assert found["documents"].startswith("ValueError") and "cu_seqlens" in found["documents"]
+        assert found["older name"].startswith("ValueError") and "offsets" in found["older name"]
+        assert (
+            found["other parallelism"].startswith("NotImplementedError") and "cp_context" in found["other parallelism"]
+        )
         assert found["decoding"].startswith("NotImplementedError") and "cached state" in found["decoding"]
         assert found["conv1d"].startswith("NotImplementedError") and "as a module" in found["conv1d"]
         assert found["idle"].startswith("RuntimeError") and "this rank's share" in found["idle"]

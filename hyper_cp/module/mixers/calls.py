@@ -75,13 +75,18 @@ class RunningMixer:
 
 def _changing(options: dict[str, Any]) -> dict[str, Any]:
     """Return the extra keywords that affect the result. (Models also pass on keywords that do not.)"""
-    return {name: x for name, x in options.items() if "in_kernel" in name or name in ("g_gamma", "gk", "gv")}
+    return {name: x for name, x in options.items() if "in_kernel" in name or name in _OTHER_RESULTS}
+
+
+_OTHER_RESULTS = ("g_gamma", "gk", "gv", "offsets", "cp_context", "transpose_state_layout")
+"""Gates of another form, documents (by the name of fla before 0.2), fla's own context parallelism, and states of
+another layout."""
 
 
 def _refuse(mixer: RunningMixer, function: str, options: dict[str, Any]) -> None:
     """Raise for options that are given and cannot be honoured."""
     given = [name for name, x in options.items() if x is not None and x is not False]
-    packed = [name for name in given if name in ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")]
+    packed = [name for name in given if name in ("seq_idx", "cu_seqlens", "cu_seqlens_cpu", "offsets")]
     if packed:
         raise ValueError(
             f"{mixer.name} passes {packed[0]} to {function}. Under context parallelism documents are those of the "
@@ -109,11 +114,12 @@ def _convolution(
     return_final_states: bool = False,
     final_states_out: Any = None,
     activation: str | None = None,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     """``causal_conv1d_fn``: x ``[B, C, S]``, weight ``[C, w]``."""
     states = {"initial_states": initial_states, "return_final_states": return_final_states}
-    _refuse(mixer, "causal_conv1d_fn", {"seq_idx": seq_idx, **states, "final_states_out": final_states_out})
+    states |= {"final_states_out": final_states_out, **_changing(others)}
+    _refuse(mixer, "causal_conv1d_fn", {"seq_idx": seq_idx, **states})
     where = {"mesh": mixer.cp, "layout": mixer.layout, "documents": mixer.documents, "name": mixer.name}
     return causal_conv1d(x, weight, bias, activation=activation, **where)  # type: ignore[arg-type]
 
