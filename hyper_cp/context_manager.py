@@ -484,10 +484,10 @@ class _Routing(DispatchMode):
         if new and not (self.call.routed or self.mixer.routed):
             names = ", ".join(sorted(kind.__name__ for kind in new))
             warnings.warn(
-                f"{names} ran in this context_parallel block, and no attention was routed in it. By a kernel of another "
-                "package, or by hand, each rank attends to its share only. Call F.scaled_dot_product_attention or "
-                "flex_attention (attn_implementation='sdpa' in transformers); or ignore this warning, if it attends to "
-                "nothing along the sequence",
+                f"{names} ran in this context_parallel block, and no attention was routed in it. By hand, or by a "
+                "kernel of another package, each rank attends to its share only. Call flex_attention or "
+                "F.scaled_dot_product_attention (attn_implementation='sdpa' in transformers); or ignore this warning, "
+                "if it attends to nothing along the sequence",
                 stacklevel=3,
             )
 

@@ -268,9 +268,13 @@ class PreparedBatch:
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
     media: Media | None = None
     """Images and videos, until the model has encoded them."""
+    labels: tuple[Tensor, int] | None = None
+    """This rank's labels, and the number of writes to them when they were split."""
+    shifted: tuple[Tensor, int] | None = None
+    """The same of ``shift_labels``."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "padding": tokens_of(self.documents)}
+        return {**self.__dict__, "padding": tokens_of(self.documents), "labels": None, "shifted": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         padding = state.pop("padding", None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data.collectives import is_of_all_ranks
 from ..module.mixers.calls import names_in
+from ..ops.writes import writes
 
 _OVER_RANKS = {"mean_loss", "combine", "pool", "log_probs"}
 """Methods of a handler whose results are those of the whole sequence."""
@@ -25,8 +26,9 @@ class WatchedLoss:
 
     def __init__(self, method: Callable[..., Any], whole: bool) -> None:
         self.method, self.whole = method, whole
-        self.made: list[Tensor] = []
-        """The losses of the trainer behind it, in the call that runs."""
+        self.made: list[tuple[Tensor, Any, int]] = []
+        """The losses of the trainer behind it, in the call that runs, with the node and the number of writes of each:
+        ``loss += term`` keeps the tensor."""
         self.reads = 8
         """The number of graphs that are still read. (They have thousands of nodes.)"""
 
@@ -34,11 +36,19 @@ class WatchedLoss:
         self.made = []
         found = self.method(*args, **kwargs)
         loss = found[0] if isinstance(found, tuple) else found
-        if self.reads and isinstance(loss, Tensor) and not any(loss is x for x in self.made):
+        if (
+            self.reads
+            and isinstance(loss, Tensor)
+            and not any(loss is x and loss.grad_fn is node and writes(x) == count for x, node, count in self.made)
+        ):
             self.reads -= loss.grad_fn is not None
             self._read(loss)
         self.made = []
         return found
+
+    def add(self, loss: Tensor) -> None:
+        """Record a loss of the trainer behind it."""
+        self.made.append((loss, loss.grad_fn, writes(loss)))
 
     def _read(self, loss: Tensor) -> None:
         adds, name = bool(self.made), getattr(inspect.unwrap(self.method), "__qualname__", "compute_loss")
@@ -47,7 +57,7 @@ class WatchedLoss:
         elif loss.grad_fn is None:  # an evaluation
             wrong = not adds and not _OVER_RANKS & _names(self.method)
         else:
-            wrong = _reads_share(loss, self.made)
+            wrong = _reads_share(loss, {node for _, node, _ in self.made})
         if not wrong:
             return
         self.reads = 0
@@ -68,10 +78,10 @@ class WatchedLoss:
         warnings.warn(f"{name} {computes}. It gets {gets}", stacklevel=4)
 
 
-def _reads_share(loss: Tensor, made: Iterable[Tensor]) -> bool:
+def _reads_share(loss: Tensor, made: set[Any]) -> bool:
     """True if a loss has a part that was not made over all ranks, and depends on what such a part depends on. (A term
     of the weights depends on leaves only.)"""
-    above, over_ranks = _reached([loss.grad_fn], {x.grad_fn for x in made})
+    above, over_ranks = _reached([loss.grad_fn], made)
     below, _ = _reached([node for end in over_ranks for node, _ in end.next_functions])
     return not over_ranks or any(node.next_functions for node in above & below)
 

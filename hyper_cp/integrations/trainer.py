@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch.modules import hook_owners
 from ..data.batch import compare_contents, contents_of
 from ..data.collectives import by_rank
 from ..mesh.agreement import digest
@@ -26,6 +27,7 @@ from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
 from .huggingface.checks import POOLED, base_of, decoder_of, has_head
 from .huggingface.chunked_loss import ChunkedLoss
+from .huggingface.pooled import PooledHook
 from .huggingface.two_sequences import stacks_of
 from .own_loss import WatchedLoss, replaces
 from .transformers import prepare_batch, prepare_model
@@ -95,11 +97,12 @@ class ContextParallelTrainer:
         behind = classes[classes.index(ContextParallelTrainer) + 1 :]
         for trainer in behind[: behind.index(transformers.Trainer)]:
             own = "compute_loss" in vars(trainer) or replaces(trainer, "training_step")  # as OnlineDPO of TRL does
-            if own and trainer.__name__ not in self.own_losses:
-                known = f"Trainer that leaves the loss to the model, {', '.join(self.own_losses)}".rstrip(", ")
+            known = trainer.__name__ in self.own_losses and trainer.__module__.startswith("trl.")
+            if own and not known:
+                names = f"Trainer that leaves the loss to the model, {', '.join(self.own_losses)}".rstrip(", ")
                 raise NotImplementedError(
                     f"{trainer.__name__} computes its loss by itself, from the logits of this rank's tokens as if they "
-                    f"were whole sequences. This mixin runs: {known}. Use ContextParallelTrainer with "
+                    f"were whole sequences. This mixin runs: {names}. Use ContextParallelTrainer with "
                     "transformers.Trainer, ContextParallelSFT with TRL's SFTTrainer, and ContextParallelTRL with its "
                     "DPO, KTO, GRPO, RLOO and reward trainers; other losses are loops (docs/guide/preference_losses.md)"
                 )
@@ -132,11 +135,14 @@ class ContextParallelTrainer:
 
     def prepare_once(self, model: Any, mesh: DeviceMesh, chunked_loss: bool = False) -> None:
         """Prepare a model, unless a trainer before this one has prepared it alike."""
-        for handle in hooks_of_trainer.pop(model, ()):
-            handle.remove()
+        for inside in model.modules():  # a trainer of rewards keeps them by the body of the model
+            for handle in hooks_of_trainer.pop(inside, ()):
+                handle.remove()
         binding = binding_of(decoder_of(model))
         chunked = isinstance(getattr(model.loss_function, "__self__", None), ChunkedLoss)
         alike = binding is not None and chunked == chunked_loss and binding.stack[0].mesh == mesh
+        pooled = any(isinstance(owner, PooledHook) for owner in hook_owners(decoder_of(model)))
+        alike = alike and pooled == has_head(model, POOLED)
         if not alike or binding is None or repr(binding.style) != repr(self.style):
             prepare_model(model, mesh, style=self.style, chunked_loss=chunked_loss)
 
@@ -220,9 +226,12 @@ class ContextParallelTrainer:
         return (found, *outputs) if return_outputs else found
 
     def made_over_ranks(self, loss: Tensor) -> Tensor:
-        """The same loss, of which a ``compute_loss`` of the user's around this one may make its own."""
+        """The same loss, of which a ``compute_loss`` of the user's around this one may make its own: that gets the mean
+        over the ranks, with the gradient of this rank's part, so that any function of it is the same on all ranks."""
         if isinstance(watched := vars(self).get("compute_loss"), WatchedLoss):
-            watched.made.append(loss)
+            part = loss.detach()
+            loss = loss + (by_rank(self.handler.mesh, part.reshape(1)).mean() - part)
+            watched.add(loss)
         return loss
 
     @where_split

@@ -41,6 +41,7 @@ from ..module.guards import watch
 from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
 from ..module.model import begin_call
+from ..ops.writes import writes
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from ..style import ContextParallel, style_of
@@ -52,11 +53,11 @@ from .huggingface.checks import (
     POOLED,
     always_overlays,
     base_of,
+    check_added,
     check_dispatched,
     check_dropped_layers,
     check_entries,
     check_inputs,
-    check_kind_of_loss,
     check_model,
     check_own_forwards,
     check_padding,
@@ -80,6 +81,7 @@ from .huggingface.indexer_losses import collecting, indexer_losses
 from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME, prepare_latents
 from .huggingface.media import PLACES, MediaHook, owner_of
+from .huggingface.model_loss import LossCheck, check_kind_of_loss, check_labels
 from .huggingface.modules import (
     LightningHooks,
     direct_attention,
@@ -227,7 +229,10 @@ def prepare_batch(
     if entries.get("shift_labels") is not None:
         whole.read_labels(entries["shift_labels"] != IGNORE)
     local = whole.split({name: IGNORE for name in whole.dims if "labels" in name})
-    return {**local, "context_parallel": whole.prepared()}
+    labels, shifted = (
+        (x, writes(x)) if isinstance(x := local.get(name), Tensor) else None for name in ("labels", "shift_labels")
+    )
+    return {**local, "context_parallel": replace(whole.prepared(), labels=labels, shifted=shifted)}
 
 
 def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
@@ -457,13 +462,16 @@ class DecoderHook:
         self, style: ContextParallel, mesh: DeviceMesh, decoder: PreTrainedModel, to_images: set[nn.Module]
     ) -> None:
         self.binding = Binding(style, mesh, describe(decoder))
-        self.implementation: str = decoder.config._attn_implementation
+        before: str = decoder.config._attn_implementation
+        self.implementation = "sdpa" if before == NAME else before  # NAME: its configuration is a prepared model's
         """The attention implementation before the model was prepared, for meshes of one rank."""
         self.prepared: str | None = None
         """The attention implementation of the prepared model."""
         parameters = inspect.signature(decoder.forward).parameters
         self.keywords = set(parameters)
         self.passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.modules: set[nn.Module] = set()
+        """The modules that were checked when the model was prepared, until its first forward."""
         self.reads_padding = False
         """The states of padding may be read, too: by a head that pools, or by cross-attention."""
         self.long_rotary = prepare_rotary(decoder) > 0
@@ -520,6 +528,7 @@ class DecoderHook:
             prepare_latents(decoder)
             sparse.prepare(decoder)
         self.prepared = decoder.config._attn_implementation
+        self.modules = {*decoder.modules()}
         decoder.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
         decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
@@ -536,6 +545,8 @@ class DecoderHook:
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
         ready = kwargs.pop("context_parallel", None) or offered
+        if ready is offered:
+            forward.refuse_second(self.binding.name, ready, args[0] if args else kwargs.get("input_ids"))
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
@@ -569,6 +580,8 @@ class DecoderHook:
                 check_adapters(module)
                 # What was put into the model since it was prepared.
                 check_own_forwards(module, eager=False)  # type: ignore[arg-type]
+                check_added(module, self.modules)  # type: ignore[arg-type]
+                self.modules = set()
                 self.long_rotary |= prepare_rotary(module) > 0
                 self.own = own_attention(module) if module._can_set_attn_implementation() else []  # type: ignore[operator]
                 self.additions_checked = True
@@ -845,6 +858,7 @@ class HeadHook:
     def __init__(self, decoder: DecoderHook) -> None:
         self.decoder = decoder
         self.formula_checked = False
+        self.loss = LossCheck()
 
     @torch.compiler.disable(reason=ON_THE_HOST)
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -871,7 +885,9 @@ class HeadHook:
         if ready is not None or self.decoder.binding.active.parallel:
             check_ignored(model, kwargs)
         if self.decoder.binding.active.parallel:
+            check_labels(model, kwargs)
             check_inputs(model, kwargs)
+            self.loss.begin(model, ready, kwargs)
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
         elif ready is not None and kwargs.get("shift_labels") is not None:
@@ -936,6 +952,8 @@ class HeadHook:
                 if prompt is not None:
                     output.logits = cache.hand_round(output.logits)
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
+        if mesh.parallel:
+            self.loss.end(model, kwargs, output, mesh.mesh)
         padded = ready is not None and ready.counted is not None  # on one rank, too, the model has not seen the mask
         if not (mesh.parallel or padded) or not isinstance(getattr(output, "aux_loss", None), Tensor):
             return

@@ -104,8 +104,9 @@ class ContextParallelSFT(ContextParallelTrainer):
 
         with _gathering_by_rank(self):  # past the method of ContextParallelTrainer, which is for losses of models
             found = super(ContextParallelTrainer, self).compute_loss(forward, inputs, *args, **kwargs)  # type: ignore[misc]
-        self.made_over_ranks(found[0] if isinstance(found, tuple) else found)
-        return found
+        if not isinstance(found, tuple):
+            return self.made_over_ranks(found)
+        return (self.made_over_ranks(found[0]), *found[1:])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,15 +43,18 @@ def arguments(directory: str, made: str = "TrainingArguments", **changes: Any) -
     return getattr(transformers, made)(directory, parallelism_config=ParallelismConfig(cp_size=2), **options | changes)
 
 
-def trained_alone(model: Any, smoothing: float = 0.0) -> list[float]:
-    """Losses of two steps on one device, each the mean of its labels; the weights are changed in place."""
+def trained_alone(
+    model: Any, smoothing: float = 0.0, of_loss: Callable[[Tensor], Tensor] = Tensor.clone
+) -> list[float]:
+    """Losses of two steps on one device, each the mean of its labels, or a function of it; the weights are changed in
+    place."""
     found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(2):
         batch = torch.utils.data.default_collate(samples(4)[2 * step : 2 * step + 2])
         labels = batch.pop("labels")[:, 1:].flatten()
         with InDouble():
             logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        loss = of_loss(torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -280,6 +284,11 @@ def test_metrics_of_tokens_in_a_last_batch_of_fewer_rows_than_ranks(ranks: Any, 
         assert entropy < 1e-5 and seen == 0
 
 
+def focal(loss: Tensor) -> Tensor:
+    """A function of the loss of the batch, which the sum of those of shares is not."""
+    return (1 - torch.exp(-loss / 4)) ** 2 * loss
+
+
 def z_loss(outputs: Any) -> Tensor:
     return 0 * outputs.logits.logsumexp(-1).square().mean()
 
@@ -307,6 +316,10 @@ def own_loss(directory: str, how: str) -> tuple[list[str], float, float]:
                 loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
             if how in ("adds", "above"):
                 loss = torch.add(loss, z_loss(outputs))
+            if how == "adds in place":
+                loss += z_loss(outputs)
+            if how == "function":
+                loss = focal(loss)
             if how == "weights":
                 loss = 0.5 * (loss + loss) + 0 * sum(p.square().sum() for p in model.parameters())
             return (loss, outputs) if return_outputs else loss
@@ -329,7 +342,8 @@ def own_loss(directory: str, how: str) -> tuple[list[str], float, float]:
         kind = {"above": Above, "step": Steps}.get(how, Mine)
         trainer = kind(model, arguments(directory), train_dataset=samples(4), style=STYLE)
         trainer.train()
-    want = trained_alone(oracle, 0.1 if how.startswith("by itself") else 0.0)
+    smoothing = 0.1 if how.startswith("by itself") else 0.0
+    want = trained_alone(oracle, smoothing, focal if how == "function" else Tensor.clone)
     said = [str(w.message) for w in caught if "super()" in str(w.message) or "by itself" in str(w.message)]
     return said, *errors(trainer, model, want, oracle)
 
@@ -343,9 +357,11 @@ ADDS, READS = "compute_loss adds a term to the loss of super", r".*mean_loss\(lo
         ("by itself", "Mine.compute_loss computes a loss by itself" + READS),
         ("by itself, over all ranks", ""),
         ("adds", "Mine." + ADDS + READS),
+        ("adds in place", "Mine." + ADDS + READS),
         ("above", "Above." + ADDS + READS),
         ("step", r"Steps.training_step does not call that of super\(\)"),
         ("weights", ""),
+        ("function", ""),
         ("super", ""),
     ],
 )
@@ -404,3 +420,40 @@ def test_labels_of_padding_that_sees_no_token(
     """Eager attention has the mean of all values there: the only difference from one device, and it is warned of."""
     for said, error in ranks(2, eager, name, side, implementation, how):
         assert said == warned and (error < 1e-10) != warned, (said, error)
+
+
+@on_ranks
+def late_labels(directory: str, where: str) -> str:
+    """The error of a trainer that changes labels after its batch has been split."""
+    from hyper_cp.hf import Trainer
+
+    class Late(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if where == "replaced":
+                inputs["labels"] = torch.where(inputs["input_ids"] < 25, -100, inputs["labels"])
+            else:
+                inputs["labels"][:, 0] = -100
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = Late(make("llama"), arguments(directory), train_dataset=samples(4), style=STYLE)
+    return error_of(trainer.train)
+
+
+@pytest.mark.parametrize("where", ["replaced", "in place"])
+def test_labels_that_are_changed_after_the_split_are_refused(ranks: Any, tmp_path: Any, where: str) -> None:
+    """The loss reads labels that were shifted before."""
+    for found in ranks(2, late_labels, str(tmp_path), where):
+        assert re.search("ValueError: LlamaForCausalLM got labels that were changed after prepare_batch", found), found
+
+
+def test_trainers_of_users_with_a_name_of_trl_are_refused() -> None:
+    import transformers
+
+    from hyper_cp.hf import Trainer
+    from hyper_cp.integrations.trainer import ContextParallelTrainer
+
+    named = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": transformers.Trainer.compute_loss})
+    kind = type("Mine", (ContextParallelTrainer, named), {"own_losses": ("SFTTrainer",)})
+    with pytest.raises(NotImplementedError, match="SFTTrainer computes its loss by itself"):
+        kind._refuse_own_loss(object.__new__(kind))
+    Trainer._refuse_own_loss(object.__new__(Trainer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hyper_cp import ContextParallel, context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import SEQ2SEQ, tiny_causal
 from tests.harness.hf_models import InDouble, prepare_batch, prepare_model, prepared, tokens
+from tests.harness.oracle import absolute_error
 from tests.harness.ranks import error_of, on_ranks
 from tests.integrations.test_image_keys import errors_of_pair
 from tests.integrations.test_images import RING, ULYSSES
@@ -129,12 +131,38 @@ def test_as_many_targets_as_ranks(ranks: Any) -> None:
 def own_losses() -> list[str]:
     """The errors of encoder-decoders with a loss function, and with a forward, of the user's."""
     found = []
-    for kind in ("function", "forward"):
+    for kind in ("function", "method", "forward", "helper", "base", "wrapped"):
         model = tiny_causal("t5gemma", SEQ2SEQ)
+        plain = type(model)
         if kind == "function":
             model.loss_function = lambda logits, labels, **_: logits.mean()
+        elif kind == "method":
+            own = {"loss_function": lambda self, logits, labels, **_: logits.mean()}
+            model.__class__ = type("MethodForConditionalGeneration", (plain,), own)
+        elif kind == "helper":
+
+            class HelperForConditionalGeneration(plain):  # type: ignore[misc,valid-type]
+                def forward(self, *args: Any, **kwargs: Any) -> Any:
+                    return self.smooth(super().forward(*args, **kwargs))
+
+                def smooth(self, output: Any) -> Any:
+                    output.loss = output.logits.mean()
+                    return output
+
+            model.__class__ = HelperForConditionalGeneration
+        elif kind == "wrapped":
+
+            def wrapped(forward: Any) -> Any:
+                @functools.wraps(forward)
+                def run(*args: Any, **kwargs: Any) -> Any:
+                    output = forward(*args, **kwargs)
+                    output.loss = output.logits.mean()
+                    return output
+
+                return run
+
+            model.forward = wrapped(model.forward)
         else:
-            plain = type(model)
 
             class OwnForConditionalGeneration(plain):  # type: ignore[misc,valid-type]
                 def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
@@ -143,6 +171,13 @@ def own_losses() -> list[str]:
                     return output
 
             model.__class__ = OwnForConditionalGeneration
+            if kind == "base":
+
+                class MineOfTwoSequences(OwnForConditionalGeneration):
+                    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+                        return super().forward(*args, labels=labels, **{**kwargs, "use_cache": False})
+
+                model.__class__ = MineOfTwoSequences
         model, _ = prepared(model)
         found.append(error_of(lambda model=model: model(input_ids=tokens(24), labels=tokens(24))))
     return found
@@ -152,3 +187,25 @@ def test_losses_of_users_are_refused(ranks: Any) -> None:
     """Before, their labels never reached them, and the loss was that of the next tokens."""
     for found in ranks(2, own_losses):
         assert all("has a loss of your own" in error for error in found), found
+
+
+@on_ranks
+def handed_on() -> float:
+    """The loss of a class of the user's, of another name, that hands labels on, against one device."""
+    model = tiny_causal("t5gemma", SEQ2SEQ)
+
+    class Mine(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            return super().forward(*args, labels=labels, **{**kwargs, "use_cache": False})
+
+    model.__class__ = Mine
+    batch = {"input_ids": tokens(24), "labels": tokens(24)}
+    with InDouble():
+        want = model(**batch).loss
+        loss = prepared(model)[0](**batch).loss
+    return absolute_error(loss, want)
+
+
+def test_a_class_that_hands_its_labels_on(ranks: Any) -> None:
+    """Before, a class whose name ends otherwise was refused."""
+    assert max(ranks(2, handed_on)) < 1e-10

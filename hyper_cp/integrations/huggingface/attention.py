@@ -301,6 +301,12 @@ def attention_forward(
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    if attention_mask is not mask and attention_mask is not request:
+        raise TypeError(
+            f"{name} got a {type(attention_mask).__name__} as attention mask. A prepared model makes its masks for the "
+            "whole sequence itself. Pass packed documents to prepare_batch (cu_seqlens, document_ids, or position_ids "
+            "that restart), or a 4-D attention_mask over global positions"
+        )
     bare = mask is None and request is None and module not in state.cross
     if bare and not causal:
         raise NotImplementedError(f"{name} is not causal: pass a 4-D attention_mask over global positions")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from ...module.mixing import mixing as why_mixing
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import sparse
-from .media import around, encoders_in, owner_of
+from .media import encoders_in, owner_of
 from .modules import (
     counting,
     counts_after_cache,
@@ -53,13 +53,6 @@ EAGER = "eager_attention_forward"
 """The name of eager attention in the files of models."""
 SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.sum\(|\.roll\(|reduce_min\(")
 """Code that reads other positions than a token's own."""
-OWN_LOSS = re.compile(
-    r"\bcross_entropy\(|\bloss = .*binary_cross_entropy|\b(nll|mse|l1|huber)_loss\(|\bkl_div\("
-    r"|\b(CrossEntropy|BCE|BCEWithLogits|MSE|L1|NLL|KLDiv|Huber)Loss\b"
-)
-"""Code of a loss in a model's forward, in place of transformers' loss functions."""
-LOSS_OF_TOKENS = {None, "ForCausalLM", "ForConditionalGeneration"}
-"""Types of losses that honour shifted labels and the number of labels of the whole batch."""
 MISSING = {"Llama4ForConditionalGeneration": ("MoeCausalLMOutputWithPast", "image_outputs")}
 """Models whose forward reads an attribute of an output that does not have it (transformers 5.24.0)."""
 MEDIA = re.compile(
@@ -105,6 +98,11 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     _check_runs(model)
     name, config = type(decoder).__name__, decoder.config
+    if not is_foreign(type(decoder)) and not source_of(type(decoder).forward):
+        raise NotImplementedError(
+            f"the source of {name} is not installed, and tells what its modules read (positions, padding, neighbours). "
+            "Install transformers with its .py files"
+        )
     if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
         inside = getattr(model, "language_model", None)
         if isinstance(inside, PreTrainedModel) and stacks_of(inside) is not None:  # BLIP-2 with T5
@@ -161,12 +159,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         )
     known = {x for m in decoder.modules() if sparse.is_known(type(m)) for x in m.modules()} | encoders_in(decoder)
     others = [m for m in decoder.modules() if m not in known]
-    _refuse_modules(
-        decoder,
-        [] if by_itself else [m for m in others if writes_out(type(m))],
-        "writes attention out beside modules that call transformers' AttentionInterface, and would attend to this "
-        "rank's share of the keys. Use a model without it",
-    )
+    _refuse_modules(decoder, [] if by_itself else [m for m in others if writes_out(type(m))], _WRITES_OUT)
     if re.search(
         r"attention_mask(\.unsqueeze\(1\)\.unsqueeze\(2\)|\[:, None, None, :])", source_of(type(decoder).forward)
     ):
@@ -186,12 +179,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         "selects keys by learned numbers in a mask of all pairs of positions, and would select among this rank's share "
         "of the keys. Use a model without it",
     )
-    _refuse_modules(
-        decoder,
-        [m for m in others if _shifts(m)],
-        "reads other positions without attention (neighbours, a count of tokens or a Fourier transform), and would end "
-        "at this rank's share. Use a model without it (ESM: token_dropout=False)",
-    )
+    _refuse_modules(decoder, [m for m in others if _shifts(m)], _SHIFTS)
     _refuse_modules(
         decoder,
         [m for m in counting(decoder) if not counts_after_cache(m)],
@@ -208,6 +196,29 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
             "Use a model whose forward takes position_ids"
         )
+
+
+_WRITES_OUT = (
+    "writes attention out beside modules that call transformers' AttentionInterface, and would attend to this rank's "
+    "share of the keys. Use a model without it"
+)
+_SHIFTS = (
+    "reads other positions without attention (neighbours, a count of tokens or a Fourier transform), and would end at "
+    "this rank's share. Use a model without it (ESM: token_dropout=False)"
+)
+
+
+def check_added(decoder: PreTrainedModel, before: Collection[nn.Module]) -> None:
+    """Raise ``NotImplementedError`` for modules that were put into a decoder since it was prepared, with the modules
+    ``before``, if they read other positions."""
+    whole = [*mixers_of(decoder), *encoders_in(decoder)]
+    known = {inner for module in whole for inner in module.modules()}
+    added = [m for m in decoder.modules() if m not in before and m not in known]
+    mixing = [m for m in added if why_mixing(m) is not None]
+    _refuse_modules(decoder, mixing, "mixes positions, and would end at this rank's share. Use a model without it")
+    _refuse_modules(decoder, [m for m in added if _shifts(m)], _SHIFTS)
+    if decoder._can_set_attn_implementation():
+        _refuse_modules(decoder, [m for m in added if writes_out(type(m))], _WRITES_OUT)
 
 
 def _check_runs(model: nn.Module) -> None:
@@ -339,31 +350,6 @@ def _shifts(module: nn.Module) -> bool:
     return bool(counts and SHIFTS.search(source_of(type(module).forward)))
 
 
-def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
-    """The reason why the loss of a model would be wrong on a share, though its labels have been shifted; or None."""
-    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
-        return "its forward takes no shift_labels"
-    decoder = decoder_of(model)
-    outside = [m for m in around(model, decoder) if m is not decoder] or [model]
-    source = "".join(source_of(type(module).forward) for module in outside)  # a head may be inside (BLIP)
-    if OWN_LOSS.search(source):
-        return "its forward computes the loss from labels that it shifts within this rank's share, or does not shift"
-    function = inspect.unwrap(model.forward)
-    if is_foreign(function):
-        source = source_of(function)
-        if "super().forward(" in source:
-            known = re.search(r"\bloss\b|loss_function", source) is None
-        else:
-            given = re.search(r"self\.loss_function\([^)]*\*\*", source)
-            known = given is not None and source.count("loss_function(") == 1
-        if not known:
-            return (
-                "its forward, which is not one of transformers, computes the loss in a way that is not known: by "
-                "self.loss_function(logits, labels, ..., **kwargs), once, it would get shifted labels"
-            )
-    return None
-
-
 def own_attention(decoder: nn.Module) -> list[nn.Module]:
     """The attention modules of a decoder whose forward is a user's; itself, if its own is and it has none by their
     names."""
@@ -428,49 +414,9 @@ def counts_mask(decoder: nn.Module) -> bool:
     return "cumsum(" in source_of(type(decoder).forward)
 
 
-def check_kind_of_loss(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise ``NotImplementedError`` for labels of a model whose loss is none of next tokens. (On one rank it would be
-    divided by the number of shifted labels.)"""
-    kind = getattr(model, "loss_type", None)
-    if kwargs.get("labels") is not None and kind not in LOSS_OF_TOKENS:
-        raise NotImplementedError(
-            f"{type(model).__name__} got labels: its loss ({kind}) is a mean over this rank's share, in which labels "
-            "are not shifted. Give them to prepare_batch as shift_labels, which are split as they are; take these out "
-            "of what it returns, and pass logits and them to handler.mean_loss. In hyper_cp.hf.Trainer write a "
-            "compute_loss that takes labels, shift_labels and num_items_in_batch out of its inputs, and returns "
-            "self.handler.mean_loss(logits, labels), in a class with loss_is_scaled_for_ga = False"
-        )
-
-
 def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise for arguments of a model's forward that its head would apply to this rank's share only."""
     name = type(model).__name__
-    check_kind_of_loss(model, kwargs)
-    labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-    if labels is not None:
-        _check_own_loss(model)
-    reason = why_loss_is_wrong(model) if labels is not None or shifted is not None else None
-    if reason is not None:
-        raise NotImplementedError(
-            f"{name} got labels, but {reason}. Take labels, shift_labels and num_items_in_batch out of what "
-            "prepare_batch returns, and pass logits and the shift_labels to handler.mean_loss"
-        )
-    if labels is not None and shifted is None:
-        raise ValueError(
-            f"{name} got labels without shift_labels. The model would shift them within this rank's "
-            "share, which is wrong at its ends. Use prepare_batch, or shift them over the whole sequence"
-        )
-    if labels is None and shifted is not None:
-        raise ValueError(
-            f"{name} got shift_labels without labels, and would return no loss. Use prepare_batch instead of "
-            "get_batch_on_this_cp_rank, or leave shift_labels out and pass them to handler.mean_loss"
-        )
-    if labels is not None and kwargs.get("num_items_in_batch") is None:
-        raise ValueError(
-            f"{name} got labels without num_items_in_batch. Its loss would be the mean over this rank's tokens, which "
-            "is not a share of the mean over the batch. Use prepare_batch, or pass the number of labels of the whole "
-            "batch"
-        )
     kept = kwargs.get("logits_to_keep")
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):
         raise NotImplementedError(
@@ -485,21 +431,6 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "batch through prepare_batch: images and audio are shared out for models that encode them in "
             "get_image_features and get_audio_features. For others compute inputs_embeds (and position_ids) of the "
             "whole sequence first, and pass these to it"
-        )
-
-
-def _check_own_loss(model: PreTrainedModel) -> None:
-    """Raise ``NotImplementedError`` for a loss function of the user's that reads labels which are not shifted."""
-    given: Any = vars(model).get("_loss_function")
-    function = inspect.unwrap(getattr(given, "func", given))  # of a partial or a compiled one
-    called = getattr(function, "forward", type(function).__call__ if callable(function) else None)
-    code = getattr(function if hasattr(function, "__code__") else called, "__code__", None)
-    if given is not None and code is not None and "shift_labels" not in (*code.co_varnames, *code.co_consts):
-        raise NotImplementedError(
-            f"{type(model).__name__} got labels, and its loss_function ({getattr(function, '__qualname__', function)}) "
-            "does not read shift_labels. It would shift labels within this rank's share, which is wrong at its ends. "
-            "Give it an argument shift_labels, which are shifted over the whole sequence, and divide the sum of the "
-            "losses by num_items_in_batch"
         )
 
 

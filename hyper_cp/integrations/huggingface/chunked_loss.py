@@ -20,6 +20,7 @@ from ..._torch.compiling import is_compiling
 from ...data.batch import shifted
 from ...data.head import Logits, check_head, log_probs
 from .outputs import wants_tuple
+from .seams import loss_of_user
 
 IGNORE = -100
 
@@ -126,7 +127,7 @@ class ChunkedLoss:
             check_head(head)
         except TypeError as error:
             raise NotImplementedError(f"chunked_loss=True cannot be used with {self.name}: {error}") from error
-        if "_loss_function" in vars(model):
+        if loss_of_user(model) is not None:
             raise NotImplementedError(
                 f"{self.name} has a loss_function of its own ({model.loss_function!r}), and chunked_loss=True computes "
                 "cross entropy. Use chunked_loss=False"

@@ -70,13 +70,13 @@ State = ForwardState | OneDevice
 
 _forwards: ThreadStack[tuple[nn.Module, State]] = ThreadStack()
 """The decoders that run, and the state of each."""
-_offered: ThreadStack[tuple[nn.Module, PreparedBatch]] = ThreadStack()
-"""The model around a decoder, and the state that it was given, if any."""
+_offered: ThreadStack[tuple[nn.Module, PreparedBatch, list[Tensor]]] = ThreadStack()
+"""The model around a decoder, the state that it was given, if any, and the tokens of the call that has taken it."""
 
 
 def offer(model: nn.Module, batch: PreparedBatch | None) -> None:
     """Keep the state that a model was given for its decoder: not every model passes unknown keywords on."""
-    _offered.entries[:] = [] if batch is None else [(model, batch)]
+    _offered.entries[:] = [] if batch is None else [(model, batch, [])]
 
 
 def offered() -> PreparedBatch | None:
@@ -84,6 +84,22 @@ def offered() -> PreparedBatch | None:
     if (top := _offered.top) is not None and not is_compiling() and not is_running(top[0]):
         _offered.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
     return None if (top := _offered.top) is None else top[1]
+
+
+def refuse_second(name: str, batch: PreparedBatch | None, tokens: Any) -> None:
+    """Raise ``NotImplementedError`` if a decoder is called with the offered state for other tokens than before: a
+    forward that calls it twice has documents or padding for one of the calls only."""
+    top = _offered.top
+    if top is None or batch is not top[1] or batch.plain or not isinstance(tokens, Tensor):
+        return
+    first = top[2][0] if top[2] else tokens
+    top[2][:] = [first]
+    if tokens.shape != first.shape or tokens.data_ptr() != first.data_ptr():
+        raise NotImplementedError(
+            f"the forward of {type(top[0]).__name__} calls {name} with other tokens a second time. The batch that it "
+            "was given has padding or documents, which are those of the first call. Pass both in one call, one below "
+            "the other, or call the prepared model once for each batch of prepare_batch"
+        )
 
 
 def begin(decoder: nn.Module, state: State) -> None:

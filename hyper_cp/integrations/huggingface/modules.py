@@ -74,7 +74,8 @@ def direct_attention(decoder: PreTrainedModel) -> list[nn.Module]:
 
 
 def _calls_sdpa(kind: type[nn.Module]) -> bool:
-    if kind.__module__.startswith("torch.") or "attention_mask" not in inspect.signature(kind.forward).parameters:
+    known = "attention_mask" in inspect.signature(kind.forward).parameters
+    if kind.forward.__module__.startswith("torch.") or not known:
         return False
     return "scaled_dot_product_attention(" in source_of(kind.forward)
 

@@ -7,7 +7,7 @@ states of the whole sequence, which the head pools as on one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -123,6 +123,11 @@ class PooledHook:
     def share(self, model: nn.Module, args: Any, output: Any) -> Any:
         """The output of the model with this rank's share of its losses, which every rank has computed whole."""
         batch, self.batch = self.batch, None
+        if batch is not None and not isinstance(output, Mapping):
+            raise NotImplementedError(
+                f"{type(model).__name__} returned a {type(output).__name__}, in which its loss cannot be found. Every "
+                "rank has computed that of the whole sequence, and gets its part. Return an output of transformers"
+            )
         losses = [] if batch is None else [name for name, x in output.items() if _is_loss(name, x)]
         for name in losses:
             output[name] = output[name] / batch[0].cp.size
@@ -140,7 +145,7 @@ def _may_pool_padding(decoder: Any, whole: dict[str, Tensor]) -> bool:
 
 def _is_loss(name: str, value: Any) -> bool:
     """True for a loss: some models have several (``mc_loss`` of GPT 2 with two heads)."""
-    return name.endswith("loss") and isinstance(value, Tensor)
+    return "loss" in name and isinstance(value, Tensor) and not value.ndim
 
 
 @_on_the_host

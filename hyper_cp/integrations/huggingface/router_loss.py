@@ -39,7 +39,7 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
         )
     function = in_file(model, "load_balancing_loss_func")
     known = function is not None and list(inspect.signature(function).parameters) == PARAMETERS
-    if not known or _coefficient(model) is None or _top_k(model) is None:
+    if not known or coefficient(model) is None or _top_k(model) is None:
         raise NotImplementedError(
             f"{type(model).__name__} has output_router_logits=True, but its router loss is not the usual "
             "load-balancing loss. The model would compute it from this rank's tokens, which is wrong. Pass "
@@ -47,7 +47,8 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
         )
 
 
-def _coefficient(model: nn.Module) -> float | None:
+def coefficient(model: nn.Module) -> float | None:
+    """The factor of the router loss in the loss of a model."""
     return getattr(model, "router_aux_loss_coef", getattr(model, "aux_loss_coef", None))
 
 
@@ -63,7 +64,7 @@ def share(model: nn.Module, output: Any, counted: Tensor | None, mesh: DeviceMes
     """
     new = _loss(output.router_logits, _top_k(model) or 0, counted, mesh)
     if output.loss is not None:
-        output.loss = output.loss + _coefficient(model) * (new - output.aux_loss).to(output.loss.device)
+        output.loss = output.loss + coefficient(model) * (new - output.aux_loss).to(output.loss.device)
     output.aux_loss = new
 
 

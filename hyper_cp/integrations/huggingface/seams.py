@@ -140,13 +140,57 @@ def _refuse(name: str, what: str, why: str) -> NoReturn:
     )
 
 
+LIBRARIES = ("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp.")
+"""Beginnings of the names of modules whose code is no user's."""
+
+
 def is_foreign(kind: Any) -> bool:
     """True for a class or function of a user, or of a model whose code comes with its weights."""
     # Generated code may have no module.
-    return not str(kind.__module__).startswith(("transformers.", "torch.", "peft.", "accelerate.", "hyper_cp."))
+    return not str(kind.__module__).startswith(LIBRARIES)
 
 
 def own_forward(module: nn.Module) -> Any:
     """The forward of a module, if a user has written it: that of its class, or one that was put in its place."""
     function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
     return function if hasattr(function, "__code__") and is_foreign(function) else None
+
+
+def loss_of_user(model: nn.Module) -> Any:
+    """The loss function that the forward of a model calls, if a user has written it (set on the model, as a method or
+    property of its class, or in transformers' table of losses); None if it is one of transformers."""
+    given: Any = getattr(model, "loss_function", None)
+    function = inspect.unwrap(getattr(given, "func", given))  # of a partial or a compiled one
+    function = getattr(function, "_orig_mod", getattr(function, "__func__", function))
+    return None if function is None or str(function.__module__).startswith(("transformers.", "hyper_cp.")) else function
+
+
+def code_of_user(model: nn.Module) -> str:
+    """The source of what users have written around a model's forward: that of their classes, functions around it, and
+    the methods that these call."""
+    forwards = [model.forward, *(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))]
+    found: dict[Any, str] = {}
+    for function in forwards:
+        while function is not None:  # functions around it, of which functools.wraps tells
+            code = getattr(function, "__code__", None)
+            if code is not None and is_foreign_code(function):
+                found[code] = _source_of_code(code)
+            function = getattr(function, "__wrapped__", None)
+    for name in re.findall(r"\bself\.(\w+)\(", "".join(found.values())):
+        method = inspect.unwrap(getattr(type(model), name, None) or len)
+        if hasattr(method, "__code__") and is_foreign(method):
+            found[method.__code__] = source_of(method)
+    return "".join(found.values())
+
+
+def is_foreign_code(function: Any) -> bool:
+    """The same as :func:`is_foreign` for the file of a function: ``functools.wraps`` copies ``__module__``."""
+    file = getattr(function, "__globals__", {}).get("__name__", "")
+    return not str(file).startswith(LIBRARIES)
+
+
+def _source_of_code(code: Any) -> str:
+    try:
+        return inspect.getsource(code)
+    except OSError:
+        return ""

@@ -21,7 +21,7 @@ from ...module.mesh_binding import Binding
 from ...style import style_of
 from .media import METHODS
 from .outputs import check_ignored
-from .seams import CACHES, in_file, own_forward, source_of
+from .seams import CACHES, code_of_user, in_file, loss_of_user, source_of
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -61,7 +61,8 @@ def takes_media(encoder: nn.Module) -> bool:
 def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel] | None:
     """The encoder and the decoder of an encoder-decoder with a head of tokens, whose source is tokens or embeddings;
     None for other models."""
-    if not (model.config.is_encoder_decoder and HEADS.search(type(model).__name__) and shifted_by(model)):
+    headed = any(HEADS.search(kind.__name__) for kind in type(model).__mro__)
+    if not (model.config.is_encoder_decoder and headed and shifted_by(model)):
         return None
     encoder, decoder = model.get_encoder(), model.get_decoder()
     inside = decoder.get_decoder() if isinstance(decoder, PreTrainedModel) else None
@@ -206,9 +207,8 @@ class SourceTargetHook:
 
 def _check_loss(model: PreTrainedModel) -> None:
     """Raise ``NotImplementedError`` for an encoder-decoder with a loss of the user's: its labels never reach it."""
-    given, own = vars(model).get("_loss_function"), own_forward(model)
-    package = str(getattr(getattr(given, "func", given), "__module__", None)).partition(".")[0]
-    if (given is not None and package != "transformers") or (own and re.search(r"\bloss\b|loss_fu", source_of(own))):
+    code = re.sub(r"\blabels\b( *:[^,=)]*)? *= *(None|labels)\b", "", code_of_user(model))  # handed on as they are
+    if loss_of_user(model) is not None or re.search(r"\bloss\b|loss_fu|\blabels\b", code):
         raise NotImplementedError(
             f"{type(model).__name__} got labels, and has a loss of your own. Labels of an encoder-decoder are split "
             "behind its forward, and the loss would be the plain one of next tokens. Pass decoder_input_ids and no "
