@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from ._torch.modes import tree_leaves
 from ._torch.once import once
 from .module.mesh_binding import binding_of
 from .module.mixing import mixing
-from .ops.writes import writes
+from .ops.writes import Written, writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
 _CHUNK = object()
@@ -50,13 +51,17 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         ValueError: if the module mixes positions, or is sharded inside by FSDP2.
         TypeError: in a call with several tensors, or with one inside of a list.
         NotImplementedError: in a call with a backward, if the module writes to its input in place.
-        RuntimeError: in backward, if weights were changed in place since forward.
+        RuntimeError: in backward, if weights or buffers were changed in place or replaced since forward.
 
     Note:
         The module runs once for each chunk, in forward and again in backward. Side effects happen in every run: an
         attribute that it writes holds the value of the last chunk, a counter counts every chunk twice, a list that it
         appends to gets an entry for each run, and hooks of inner modules see chunks. Auxiliary losses that it stores
         (of a router, for example) have no gradient. Tile a module without side effects.
+
+        Backward runs the module and its children in the mode (``train()`` or ``eval()``) of their forward. Other
+        attributes that they read must be in backward what they were in forward: a number that a schedule changes in
+        between, such as the ``p`` of a dropout, would change gradients.
 
     Example::
 
@@ -104,6 +109,7 @@ class _Tiled:
 
     def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
         self.module, self.chunks, self.seq_dim = module, chunks, seq_dim
+        self.buffers = _Buffers(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         inside = [name for name, m in self.module.named_modules() if name and isinstance(m, FSDPModule)]
@@ -146,6 +152,43 @@ class _Tiled:
         return type(self.module).__name__
 
 
+class _Buffers:
+    """The buffers of a tiled module, some of which (counters) the module writes itself in each of its runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.own: Counter[str] = Counter()
+        """Writes to each by the module itself."""
+        self.made: set[str] = set()
+        """Names of those that the module makes anew itself."""
+
+    def read(self) -> dict[str, Written]:
+        """Return every buffer with the number of writes to it by others than the module."""
+        return {name: (b, writes(b) - self.own[name]) for name, b in self.module.named_buffers()}
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Take writes of the time of this block for the module's own."""
+        before = self.read()
+        try:
+            yield
+        finally:
+            for name, b in self.module.named_buffers():
+                old, of_others = before.get(name, (None, 0))
+                if old is b:
+                    self.own[name] = writes(b) - of_others
+                else:
+                    self.made.add(name)
+
+    def changed(self, then: dict[str, Written]) -> list[str]:
+        """Return the names of those that others have written to or replaced since they were read."""
+        now = self.read()
+        same = {
+            name for name, (b, count) in then.items() if name in now and now[name][0] is b and now[name][1] == count
+        }
+        return [name for name in then if name not in same and name not in self.made]
+
+
 class _Call:
     """One call of a tiled module: its arguments except the tensor, and the states that a recompute must find again."""
 
@@ -155,6 +198,10 @@ class _Call:
         self.module, self.parameters = tiled.module, parameters
         compiled = is_compiling()  # a compiled graph computes again with what it has saved
         self.weights = {} if compiled else {name: (p, writes(p)) for name, p in tiled.module.named_parameters()}
+        self.modes = [] if compiled else [(module, module.training) for module in tiled.module.modules()]
+        self.buffers = None if compiled else tiled.buffers
+        self.read: dict[str, Written] = {}
+        """The buffers as they were after the forward."""
         self.args = [_CHUNK if a is x else a for a in args]
         self.kwargs = {name: _CHUNK if a is x else a for name, a in kwargs.items()}
         self.dim = tiled.seq_dim % x.ndim
@@ -166,7 +213,8 @@ class _Call:
         ]
 
     def check_weights(self) -> None:
-        """Raise ``RuntimeError`` for a weight that has been written to since forward, as autograd does, or replaced."""
+        """Raise ``RuntimeError`` for a weight or buffer that has been written to since forward, as autograd does, or
+        replaced."""
         now = dict(self.module.named_parameters())
         # FSDP 1 makes new views of its flat parameter, which are no leaves, for backward.
         replaced = [
@@ -186,6 +234,13 @@ class _Call:
                 f"module {type(self.module).__name__} is tiled, and its weight {changed[0]!r} was changed in place "
                 "between forward and backward, which computes each chunk again. Its gradients would be those of other "
                 "weights. Step the optimizer after backward"
+            )
+        written = [] if self.buffers is None else self.buffers.changed(self.read)
+        if written:
+            raise RuntimeError(
+                f"module {type(self.module).__name__} is tiled, and its buffer {written[0]!r} was changed in place or "
+                "replaced between forward and backward, which computes each chunk again. Its gradients would be those "
+                "of other values. Change it before forward or after backward"
             )
 
     def check_leaves(self, out: Tensor, x: Tensor) -> None:
@@ -218,6 +273,17 @@ class _Call:
         return ((start, min(self.size, length - start)) for start in range(0, max(1, length), self.size))
 
     @contextmanager
+    def running(self) -> Iterator[None]:
+        """Cast as in forward, tell the module's own writes to its buffers from those of others, and read them."""
+        with self.autocasts():
+            if self.buffers is None:
+                yield
+                return
+            with self.buffers.run():
+                yield
+            self.read = self.buffers.read()
+
+    @contextmanager
     def autocasts(self) -> Iterator[None]:
         """Cast as in forward, and keep no casts: one that was made without gradients must not serve a recompute."""
         with ExitStack() as stack:
@@ -227,14 +293,21 @@ class _Call:
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Restore the random numbers and autocast of the forward for the time of a recompute."""
+        """Restore the random numbers, autocast and modes of the forward for the time of a recompute."""
         state, devices, states = self.random
         kind = self.device if devices else "cuda"  # without devices its name has no meaning
-        with torch.random.fork_rng(devices, device_type=kind), self.autocasts(), torch.enable_grad():
+        others = [(module, module.training) for module, training in self.modes if module.training != training]
+        with torch.random.fork_rng(devices, device_type=kind), self.running(), torch.enable_grad():
             torch.set_rng_state(state)
             if devices:
                 set_device_states(devices, states, device_type=self.device)
-            yield
+            try:
+                for module, training in others:
+                    module.training = not training
+                yield
+            finally:
+                for module, training in others:
+                    module.training = training
 
 
 class _Chunks(torch.autograd.Function):
@@ -245,7 +318,7 @@ class _Chunks(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(x)
         out = None
-        with call.autocasts():
+        with call.running():
             for start, length in call.parts(x.shape[call.dim]):
                 part = call.run(x.narrow(call.dim, start, length))
                 if out is None:

@@ -239,6 +239,70 @@ def test_weights_that_are_other_tensors_in_backward_are_refused(how: str) -> Non
         out.sum().backward()
 
 
+class Buffered(nn.Module):
+    """Reads and counts with buffers: chunks in place, and its runs in one that it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.scale: Tensor
+        self.count: Tensor
+        self.runs: Tensor
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.runs = self.runs + 1
+        return torch.tanh(self.dropout(self.layer(x)) * self.scale)
+
+
+@pytest.mark.parametrize("name", ["scale", "count", "replaced"])
+def test_buffers_that_are_changed_between_forward_and_backward_are_refused(name: str) -> None:
+    """Also by another than the module in a buffer that it writes itself."""
+    module = tiled(Buffered(), 2)
+    module(torch.randn(2, 6, 4)).sum().backward()
+    out = module(torch.randn(2, 6, 4))
+    if name == "replaced":
+        module.scale = torch.full((1,), 3.0)
+    else:
+        getattr(module, name).fill_(3)
+    with pytest.raises(RuntimeError, match=f"its buffer '{name.replace('replaced', 'scale')}' was changed in place or"):
+        out.sum().backward()
+
+
+def test_buffers_that_a_module_writes_itself_are_its_own() -> None:
+    """Several calls before their backwards, and a graph that runs twice, are as without buffers."""
+    module = tiled(Buffered(), 2)
+    first, second = (module(torch.randn(2, 6, 4)).sum() for _ in range(2))
+    first.backward(retain_graph=True)
+    second.backward()
+    module.scale.fill_(2)  # behind their backwards
+    with pytest.raises(RuntimeError, match="its buffer 'scale' was changed"):
+        first.backward()
+    copied = copy.deepcopy(module)
+    copied(torch.randn(2, 6, 4)).sum().backward()
+    assert float(module.count) == float(module.runs) == 2 * 2 + 2 * 2 and float(copied.count) == 12
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_backward_has_the_mode_of_its_forward(trained: bool) -> None:
+    """An evaluation in between changes no gradient, and finds its own mode again."""
+    found = []
+    for between in (False, True):
+        torch.manual_seed(3)
+        module = tiled(MLP(0.5).double(), 4).train(trained)
+        x, grad = data()
+        out = module(x)
+        if between:
+            module.train(not trained)
+        out.backward(grad)
+        assert module.training == module.dropout.training == (trained != between)
+        found.append([out.detach(), x.grad, *gradients(module)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
 def test_hooks_of_weights_are_refused() -> None:
     """They would be called for each chunk, and for the sum."""
     module = tiled(nn.Linear(4, 4), 2)
