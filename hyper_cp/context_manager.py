@@ -182,7 +182,7 @@ class context_parallel:
             routing.layouts.remove(self.handler.layout)
         written = [s for s in routing.sharded if s.whole is not None and s.count_versions() != s.versions]
         for s in routing.sharded:
-            s.end()
+            s.end(failed=kind is not None)
         if kind is None:
             _collect(written)
 
@@ -279,8 +279,9 @@ class _Sharded:
         _sharded_now.add(id(self.buffer))
         self._point_to(self.share)
 
-    def end(self) -> None:
-        """Back to the whole sequence, as it was before."""
+    def end(self, failed: bool) -> None:
+        """Back to the whole sequence, as it was before; or to a copy of the share, which graphs may have saved.
+        ``failed``: by an exception, after which there may be no memory for copies."""
         _sharded_now.discard(id(self.buffer))
         if self.hook is not None:
             self.hook.remove()
@@ -288,6 +289,11 @@ class _Sharded:
             self.buffer.requires_grad_(False)
         if self.whole is not None:
             self._point_to(self.whole)
+        elif not failed:
+            with torch.inference_mode(False), torch.no_grad():
+                # Graphs have saved the share, whose counter writes to the buffer would not reach. (Those of compiled
+                # functions may have saved the buffer: no write is counted here.)
+                self.buffer.data = self.share.clone()
 
     def require_gradients(self) -> None:
         """Let the buffer require gradients if its share does. Functions that are compiled ahead of time get the buffer

@@ -354,6 +354,34 @@ def test_buffers_are_freed_with_their_block(ranks: Any) -> None:
 
 
 @on_ranks
+def written_behind(backend: str | None) -> float:
+    """The error of gradients whose backward runs behind the block, after writes to buffers that the block has left
+    sharded."""
+
+    def run(write: bool) -> Tensor:
+        weight = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+        x, labels = torch.arange(32.0, dtype=torch.float64).view(8, 4), torch.arange(8) % 4
+        f = (lambda x: x @ weight) if backend is None else torch.compile(lambda x: x @ weight, backend=backend)
+        with context_parallel(cp_mesh(), buffers=[x, labels], buffer_seq_dims=[0, 0], no_restore_buffers=[x, labels]):
+            loss = F.cross_entropy(f(x), labels, ignore_index=-100)
+        if write:
+            labels[::2] = -100  # for the accuracy
+            x.zero_()  # for the next batch
+        loss.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    want = run(False)
+    return relative_error(run(True), want)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_writes_to_a_buffer_that_is_left_sharded_change_no_gradient(ranks: Any, world: int) -> None:
+    for backend in (None, "aot_eager"):
+        assert ranks(world, written_behind, backend, timeout=100) == [0.0] * world
+
+
+@on_ranks
 def other_layouts() -> dict[str, str]:
     """Errors of functions and styles of another layout than that in which a block has split its buffers."""
     mesh, x = cp_mesh(), torch.zeros(1, 8, 2, 2)
