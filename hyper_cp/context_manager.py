@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch import checkpoint, flex_patch
 from ._torch.compiling import is_compiling
@@ -68,7 +69,7 @@ class context_parallel:
         (all ranks must write it). Buffers that share memory (``ids[:, :-1]`` and ``ids[:, 1:]``) have separate shares
         inside the block, and come back together, each where it was written (two all-gathers). If the block ends by an
         exception, all buffers are as they were before it, so that no rank waits for another. Buffers in
-        ``no_restore_buffers`` keep nothing but the share.
+        ``no_restore_buffers`` keep nothing but the share, after an exception, too, and another block refuses them.
 
         Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
         backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).
@@ -211,6 +212,12 @@ class context_parallel:
             if id(x) in seen or id(x) in _sharded_now:
                 where = "twice in buffers" if id(x) in seen else "sharded by an enclosing block already"
                 raise ValueError(f"{name} of shape {tuple(x.shape)} is {where}. It can be sharded once. Drop it")
+            if _left_sharded.get(x) == _place(x):
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)} is this rank's share already: an earlier block has left it "
+                    "sharded (no_restore_buffers). Splitting it once more would leave the other tokens out. Leave it "
+                    "out of no_restore_buffers of the earlier block, or pass the whole batch again"
+                )
             seen.add(id(x))
         _refuse_longer_tables(self._buffers, self._dims)
 
@@ -250,6 +257,13 @@ def _counts_documents(buffer: Tensor, dim: int) -> bool:
 _sharded_now: set[int] = set()
 """Buffers (by id: their blocks hold them) that are sharded at the moment, in any thread."""
 
+_left_sharded: Any = WeakTensorKeyDictionary()
+"""The places of buffers that blocks have left sharded. (Whole tensors may have been put into them since.)"""
+
+
+def _place(x: Tensor) -> tuple[int, torch.Size]:
+    return x.data_ptr(), x.shape
+
 
 class _Sharded:
     """One buffer in a block."""
@@ -262,6 +276,7 @@ class _Sharded:
             self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
             self.whole = None if keep_share else buffer.detach()
+        self.splits = self.share.shape != buffer.shape
         storage = buffer.untyped_storage()
         self.memory = buffer.device, storage.data_ptr()
         self.shares_memory = buffer._base is not None or storage.nbytes() > buffer.numel() * buffer.element_size()
@@ -294,6 +309,8 @@ class _Sharded:
                 # Graphs have saved the share, whose counter writes to the buffer would not reach. (Those of compiled
                 # functions may have saved the buffer: no write is counted here.)
                 self.buffer.data = self.share.clone()
+        if self.whole is None and self.splits:
+            _left_sharded[self.buffer] = _place(self.buffer)
 
     def require_gradients(self) -> None:
         """Let the buffer require gradients if its share does. Functions that are compiled ahead of time get the buffer

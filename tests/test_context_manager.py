@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -379,6 +379,41 @@ def written_behind(backend: str | None) -> float:
 def test_writes_to_a_buffer_that_is_left_sharded_change_no_gradient(ranks: Any, world: int) -> None:
     for backend in (None, "aot_eager"):
         assert ranks(world, written_behind, backend, timeout=100) == [0.0] * world
+
+
+@on_ranks
+def sharded_twice(fails: bool) -> dict[str, str]:
+    """Errors of a second block with a buffer that the first has left sharded, in the end or with an exception."""
+    x = torch.arange(16).view(2, 8)
+
+    def enter(buffer: Tensor) -> torch.Size:
+        with context_parallel(cp_mesh(), buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers=[buffer]):
+            if fails:
+                raise MemoryError
+        return buffer.shape
+
+    def again() -> None:
+        with suppress(MemoryError):
+            enter(x)
+
+    again()
+    if dist.get_world_size() == 1:  # where the share is the whole
+        again()
+        return {}
+    found = errors_of({r"buffers\[0\] of shape \(2, 4\) is this rank's share already: .* pass the whole": again})
+    assert x.shape == (2, 4)
+    x.data = torch.arange(16).view(2, 8)  # the next batch
+    again()
+    x.data = torch.arange(8).view(2, 4)  # one that is as long as the share
+    again()
+    assert x.shape == (2, 2)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_buffer_that_is_left_sharded_is_split_once(ranks: Any, world: int, fails: bool) -> None:
+    check_errors(ranks(world, sharded_twice, fails))
 
 
 @on_ranks
