@@ -173,7 +173,8 @@ def _numbers(entries: dict[Any, Any]) -> bool:
 
 
 def runs(mask: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Return a padding mask ``[B, S]`` as booleans on the CPU, and the boundaries of its runs of tokens and padding.
+    """Return a copy of a padding mask ``[B, S]`` as booleans on the CPU, and the boundaries of its runs of tokens and
+    padding.
 
     Raises:
         ValueError: if the mask has values other than 0 (padding) and 1 (a token).
@@ -186,7 +187,9 @@ def runs(mask: Tensor) -> tuple[Tensor, list[list[int]]]:
             f"to {host.max().item()}). If they number packed documents, pass documents= (cumulative lengths) or "
             "document_ids instead of attention_mask"
         )
-    return host.bool(), _boundaries(host[:, 1:] != host[:, :-1])
+    # A copy of booleans, too: they are kept, and the caller may fill his mask with that of the next batch.
+    own = host.clone() if host.dtype == torch.bool else host.bool()
+    return own, _boundaries(host[:, 1:] != host[:, :-1])
 
 
 def _boundaries(changes: Tensor) -> list[list[int]]:

@@ -535,6 +535,25 @@ def test_what_is_known_of_a_batch_is_remembered(ranks: Any) -> None:
 
 
 @on_ranks
+def refilled_mask(dtype: torch.dtype) -> float:
+    """The error of a mean, whose caller has filled the mask of its batch with that of the next batch."""
+    handler, mask = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail"), torch.ones(2, 8, dtype=dtype)
+    mask[0, 5:] = 0
+    mask[1, :3] = 0
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    want = x[mask > 0].mean()
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": mask})
+    mask.fill_(1)
+    with handler.documents(batch):
+        return float(handler.mean_loss(batch["x"], mask=torch.ones_like(batch["x"]), elsewhere=True) - want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_mask_that_is_filled_again_belongs_to_its_batch_no_more(ranks: Any, dtype: torch.dtype) -> None:
+    assert max(map(abs, ranks(2, refilled_mask, dtype))) <= 1e-12
+
+
+@on_ranks
 def compiled_checkpoints(way: str, layout: str) -> float:
     """The error of the gradient of a weight, where a loss is recomputed behind the block of its padded batch."""
     handler, g = ContextParallelHandler(init_device_mesh("cpu", (dist.get_world_size(),)), layout), torch.Generator()
