@@ -65,17 +65,19 @@ def replayed(make: Callable[[], Tensor]) -> Tensor:
     """Return ``make()``; in a recompute what it returned in the forward, kept with each checkpoint that it ran in.
 
     For results that other bits of the inputs would change altogether. The calls of a recompute come in the order of
-    those of its forward.
+    those of its forward. Copies are kept and returned: callers may change what they get in place.
     """
     if is_compiling():
         return make()
     running = [(_kept(checkpoint), recomputation) for checkpoint, recomputation in _recomputations(ended=False)]
     known = [kept.next(recomputation) for kept, recomputation in running if recomputation is not None]
     found = next((x for x in known if x is not None), None)
-    made = make() if found is None else found
-    for kept, recomputation in running:
-        if recomputation is None:
-            kept.made.append(made)
+    made = make() if found is None else found.clone()
+    keeping = [kept for kept, recomputation in running if recomputation is None]
+    if keeping:
+        copy = made.clone()
+        for kept in keeping:
+            kept.made.append(copy)
     return made
 
 

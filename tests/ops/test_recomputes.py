@@ -143,13 +143,15 @@ KINDS_INSIDE = [(True, False), (False, True), (True, True), (False, False), (Non
 
 @on_ranks
 def nested(outer: bool) -> list[tuple[Any, Any, float]]:
-    """Errors of two checkpoints in one, by their kinds. Layers select other numbers of keys."""
+    """Errors of two checkpoints in one, by their kinds. Layers select other numbers of keys, and change the selection
+    in place."""
     mesh, g = cp_mesh(), torch.Generator().manual_seed(dist.get_rank())
     values = torch.randn(1, SHARE, 8, generator=g, dtype=torch.float64)
 
     def layer(x: Tensor, topk: int) -> Tensor:
         q = x.unflatten(2, (2, 4)).transpose(1, 2)
         selected = select_keys(q, q[:, :1], topk=topk, mesh=mesh)
+        selected.sub_(1).clamp_(min=-1)
         out = attention(q, q, q, mesh=mesh, is_causal=True, selected=selected)
         return x + out.transpose(1, 2).flatten(2)
 
