@@ -288,6 +288,23 @@ def test_all_ranks_sample_the_same_tokens(ranks: Any) -> None:
     assert same and torch.equal(first, second) and torch.equal(b, torch.rand(1)) and not torch.equal(a, b)
 
 
+@on_ranks
+def seeded_alike() -> tuple[Tensor, Tensor]:
+    """Numbers that one device and a rank draw behind a text, of the seed that all ranks have."""
+    found = []
+    for made in ((model_of("qwen3"), None), prepared("qwen3")):
+        torch.manual_seed(0)
+        generated(*made, tokens(LENGTH), do_sample=True)
+        found.append(torch.rand(4))
+    return found[0], found[1]
+
+
+def test_ranks_with_one_seed_draw_alike_behind_a_text(ranks: Any) -> None:
+    """Samplers that all ranks seed alike drew other batches from then on."""
+    for want, got in ranks(2, seeded_alike):
+        assert torch.equal(want, got)
+
+
 # --------------------------------------------------------------------------- wrong use
 
 

@@ -403,12 +403,14 @@ def _is_plain(x: Any) -> bool:
 
 @contextmanager
 def one_random_state(handler: ContextParallelHandler, device: torch.device) -> Iterator[None]:
-    """Give all ranks the random state of the first, so that they draw the same tokens. The others get theirs back."""
+    """Give all ranks the random state of the first, so that they draw the same tokens. Ranks that had another one get
+    it back; the others remain like the first, as where all ranks draw the order of samples from one seed."""
     source = torch if device.type == "cpu" else torch.get_device_module(device)
     before = source.get_rng_state()
-    source.set_rng_state(by_rank(handler.mesh, before.to(device))[0].cpu())
+    first = by_rank(handler.mesh, before.to(device))[0].cpu()
+    source.set_rng_state(first)
     try:
         yield
     finally:
-        if handler.cp.rank:
+        if not torch.equal(before, first):
             source.set_rng_state(before)
