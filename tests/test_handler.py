@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, get_cp_handler_cls
 from hyper_cp.mesh import comm
+from hyper_cp.ops import attention
 from tests.harness import modules
 from tests.harness.oracle import plain_attention, relative_error, token_positions
-from tests.harness.ranks import check_errors, errors_of, on_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -93,6 +96,37 @@ def gradients(layout: str) -> bool:
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 def test_gradients(ranks: Any, layout: str) -> None:
     assert all(ranks(3, gradients, layout))
+
+
+@on_ranks
+def written_in_place(layout: str) -> tuple[list[float], str]:
+    """Errors of gradients through results that are written in place, beside new tensors; and the error of a result that
+    attention has saved for its backward."""
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    handler, g = ContextParallelHandler(mesh, layout), torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 4, 6, generator=g, dtype=torch.float64, requires_grad=True)
+    attended = partial(attention, x, x, x, mesh=mesh, layout=layout, is_causal=True)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: handler.combine(x, 2, gradients=None),
+        lambda: handler.combine(x, 2, length=7, gradients=None),
+        lambda: handler.roll_tensor(x, -1, 2)[0],
+        lambda: attended(ulysses_degree=2).transpose(1, 2).flatten(2),
+    ]
+    for call in calls:
+        out, want = call(), call() * 3
+        out *= 3
+        grads = [torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, want)]
+        found += [relative_error(out, want), relative_error(*grads)]
+    out = attended()
+    out *= 3
+    return found, error_of(lambda: out.sum().backward())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_results_may_be_written_in_place(ranks: Any, layout: str) -> None:
+    """As on one device, where those that backward needs raise, too."""
+    for errors, told in ranks(2, written_in_place, layout):
+        assert errors == [0.0] * 8 and "has been modified by an inplace operation" in told
 
 
 @on_ranks

@@ -82,6 +82,7 @@ PRIVATE_ELSEWHERE = {
     ("module/running_call.py", "_base"): VIEWS,
     ("ops/writes.py", "_version"): WRITES,
     ("ops/masks.py", "_base"): VIEWS,
+    ("ops/differentiable.py", "_base"): VIEWS,
     ("ops/recurrence/engine.py", "_base"): VIEWS,
     ("integrations/accelerate.py", "_shared_state"): "whether an Accelerator is choosing between DDP and FSDP",
     ("integrations/accelerate.py", "_step_count"): "that of a scheduler, as accelerate's own wrapper reads it",

@@ -41,6 +41,7 @@ def differentiable(
     def forward(ctx: Any, lists: Lists, *flat: Any) -> Any:
         arguments = _nested(lists, flat)
         found = op(*arguments)
+        found = _owned(found) if isinstance(found, Tensor) else type(found)(map(_owned, found))
         ctx.lists = lists
         setup_context(ctx, tuple(arguments), found)
         return tuple(found) if returns_list else found
@@ -71,6 +72,12 @@ def differentiable(
         return [*found] if returns_list else found
 
     return call
+
+
+def _owned(x: Tensor) -> Tensor:
+    """A result that its user may write to: PyTorch would refuse that of a view which was made in an autograd function.
+    Writes are counted as before, so that backward raises for results which it has saved."""
+    return x if x._base is None else x.detach()
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
