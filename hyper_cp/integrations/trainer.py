@@ -196,6 +196,16 @@ class ContextParallelTrainer:
                     "tokens. Call it, or average over the ranks what is returned, and add terms in compute_loss",
                     stacklevel=3,
                 )
+        alone = not self.args.average_tokens_across_devices  # type: ignore[attr-defined]
+        counts = product(in_front if alone else (), ("get_batch_samples", "_get_num_items_in_batch"))
+        for kind, name in counts:
+            if replaces(kind, name):
+                warnings.warn(
+                    f"{vars(kind)[name].__qualname__} does not call that of super(), which divides the number of "
+                    "labels by the cp size, as Trainer expects with average_tokens_across_devices=False. Without that "
+                    f"losses are too small. Call it, or divide the number by {self.handler.cp.size}",
+                    stacklevel=3,
+                )
 
     def _reads_whole_batches(self) -> bool:
         """True for a classifier of sequences: it splits batches itself, and returns whole logits."""

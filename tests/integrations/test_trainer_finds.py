@@ -457,3 +457,33 @@ def test_trainers_of_users_with_a_name_of_trl_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="SFTTrainer computes its loss by itself"):
         kind._refuse_own_loss(object.__new__(kind))
     Trainer._refuse_own_loss(object.__new__(Trainer))
+
+
+@on_ranks
+def counts_labels(directory: str, averages: bool, divides: bool) -> tuple[int, float]:
+    """Warnings of a trainer that counts labels by itself, and the error of its losses."""
+    from hyper_cp.hf import Trainer
+
+    class Counts(Trainer):
+        def _get_num_items_in_batch(self, batches: Any, device: Any) -> Any:
+            number = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+            return number / 2 if divides else number
+
+    model = make("llama")
+    oracle = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught, InDouble():
+        warnings.simplefilter("always")
+        options = arguments(directory, average_tokens_across_devices=averages)
+        trainer = Counts(model, options, train_dataset=samples(4), style=STYLE)
+        trainer.train()
+    said = [w for w in caught if "_get_num_items_in_batch does not call that of super()" in str(w.message)]
+    return len(said), errors(trainer, model, trained_alone(oracle), oracle)[0]
+
+
+def test_counts_of_labels_that_are_not_divided_are_warned_of(ranks: Any, tmp_path: Any) -> None:
+    """What the warning advises is right."""
+    for said, _ in ranks(2, counts_labels, str(tmp_path), False, False):
+        assert said == 1
+    for said, wrong in ranks(2, counts_labels, str(tmp_path), False, True):
+        assert said == 1 and wrong < 1e-6
+    assert all(not said for said, _ in ranks(2, counts_labels, str(tmp_path), True, False))
