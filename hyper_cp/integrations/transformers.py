@@ -887,7 +887,7 @@ class HeadHook:
         if self.decoder.binding.active.parallel:
             check_labels(model, kwargs)
             check_inputs(model, kwargs)
-            self.loss.begin(model, ready, kwargs)
+            self.loss.begin(model, ready, kwargs, self.decoder.binding.active.views[0])
             if router_loss.requested(model, kwargs):
                 router_loss.check(model, kwargs, args[0] if args else kwargs.get("input_ids"))
         elif ready is not None and kwargs.get("shift_labels") is not None:
@@ -953,7 +953,7 @@ class HeadHook:
                     output.logits = cache.hand_round(output.logits)
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
         if mesh.parallel:
-            self.loss.end(model, kwargs, output, mesh.mesh)
+            self.loss.end(model, kwargs, output, mesh.mesh, mesh.views[0])
         padded = ready is not None and ready.counted is not None  # on one rank, too, the model has not seen the mask
         if not (mesh.parallel or padded) or not isinstance(getattr(output, "aux_loss", None), Tensor):
             return

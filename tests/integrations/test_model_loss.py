@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -171,6 +172,68 @@ def replaced_in_table() -> str:
 def test_a_loss_in_the_table_of_transformers_is_refused(ranks: Any) -> None:
     for found in ranks(2, replaced_in_table):
         assert "does not read shift_labels" in found, found
+
+
+def with_weights(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Tensor, **kwargs: Any) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="none")
+    return (losses * kwargs["token_weights"].flatten()).sum() / num_items_in_batch
+
+
+def of_constant(logits: Tensor, shift_labels: Tensor, **_: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum") / 30
+
+
+def with_noise(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Tensor, **_: Any) -> Tensor:
+    logits = F.dropout(logits.flatten(0, 1), 0.1)
+    return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def communicates(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Tensor, **_: Any) -> Tensor:
+    loss = focal(logits, shift_labels, num_items_in_batch)
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
+@on_ranks
+def right_losses() -> list[str]:
+    """Errors of forwards with losses of the user's that are right."""
+    found, batch = [], {"input_ids": tokens(24), "labels": tokens(24)}
+    for function in (with_weights, of_constant, with_noise, communicates):
+        model, handler = prepared(make("llama"))
+        model.loss_function = function
+        given = {**batch, "token_weights": torch.ones(2, 24)} if function is with_weights else batch
+        if function is communicates:  # one rank has no label
+            given = {**batch, "labels": batch["labels"].index_fill(1, torch.arange(12, 24), IGNORE)}
+        local = prepare_batch(handler, given)
+        found.append(error_of(lambda model=model, local=local: model(**local)))
+    model, handler = prepared(make("llama"))
+    local = prepare_batch(handler, batch)
+    found.append(error_of(lambda: model(**{**local, "labels": local["shift_labels"]})))
+    return found
+
+
+def test_right_losses_of_users_are_taken(ranks: Any) -> None:
+    """Those that read other arguments, divide by a number of their own, draw numbers or communicate."""
+    for found in ranks(2, right_losses):
+        assert found == [""] * 5
+
+
+@on_ranks
+def on_other_meshes() -> None:
+    """Ranks that have compared their losses on one mesh, and others that have not, meet on a third one."""
+    from hyper_cp import ContextParallel
+    from hyper_cp.hf import prepare_model
+
+    mesh = cp_mesh()
+    model = prepare_model(make("llama"), mesh, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
+    family = split_cp_mesh(mesh)
+    for degree in (2 if dist.get_rank() < 2 else 1, 4):
+        with context_parallel_mesh(model, family.cp(degree)) as handler:
+            model(**prepare_batch(handler, {"input_ids": tokens(16), "labels": tokens(16)}))
+
+
+def test_losses_are_compared_on_each_mesh(ranks: Any) -> None:
+    ranks(4, on_other_meshes)
 
 
 @on_ranks

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
+from ...mesh.cp_mesh import CPMesh
 from ...ops.writes import Written, writes
 from . import router_loss
 from .checks import decoder_of
@@ -127,23 +128,23 @@ def why_loss_is_wrong(model: PreTrainedModel) -> str | None:
 
 class LossCheck:
     """The losses that one prepared model returns, compared with those of its logits: the first one in training, and the
-    first one in evaluation."""
+    first one in evaluation, on each mesh."""
 
     def __init__(self) -> None:
-        self.passed: set[bool] = set()
-        """The modes, ``model.training``, in which a loss was right on all ranks."""
+        self.passed: set[tuple[str, bool]] = set()
+        """The keys of meshes, and ``model.training``, with which a loss was right on all ranks."""
         self.late = False
         """True if the labels of the forward that runs were changed after their batch had been split."""
 
-    def begin(self, model: nn.Module, batch: PreparedBatch | None, kwargs: dict[str, Any]) -> None:
+    def begin(self, model: nn.Module, batch: PreparedBatch | None, kwargs: dict[str, Any], cp: CPMesh) -> None:
         """Read the labels of a forward. ``ValueError`` if they were changed after the batch had been split, on a rank
         that compares nothing with the others any more."""
-        first = model.training not in self.passed
+        first = (cp.key, model.training) not in self.passed
         self.late = kwargs.get("labels") is not None and batch is not None and _changed_labels(batch, kwargs, first)
         if self.late and not first:
             raise ValueError(self._words(model, "late"))
 
-    def end(self, model: Any, kwargs: dict[str, Any], output: Any, mesh: DeviceMesh) -> None:
+    def end(self, model: Any, kwargs: dict[str, Any], output: Any, mesh: DeviceMesh, cp: CPMesh) -> None:
         """Compare the loss of a forward; all ranks of ``mesh`` raise if one of them has found another."""
         loss = getattr(output, "loss", None)
         if not isinstance(loss, Tensor):
@@ -154,21 +155,25 @@ class LossCheck:
                 "sequence, by targets of another name. Name them labels, or leave them out, and pass the logits and "
                 "the targets, shifted over the whole sequence, to handler.mean_loss"
             )
-        if model.training in self.passed:
+        if (cp.key, model.training) in self.passed:
             return
         with torch.no_grad():
-            other, mean = _adds_to_loss(model, kwargs, output), _takes_mean(model, kwargs, output)
-        labels = kwargs["shift_labels"] != IGNORE
-        own = torch.tensor([self.late, other, mean, labels.sum()], device=loss.device)
-        *found, count = by_rank(mesh, own).sum(0).tolist()
-        wrong = next((name for name, x in zip(("late", "other", "mean"), found, strict=True) if x), None)
+            labels = (kwargs["shift_labels"] != IGNORE).sum()
+            own = torch.tensor([self.late, _adds_to_loss(model, kwargs, output), labels], device=loss.device)
+            late, other, counts = by_rank(mesh, own).mT.tolist()
+            wrong = "late" if any(late) else "other" if any(other) else None
+            if (
+                wrong is None and loss_of_user(model) is not None and min(counts) > 1
+            ):  # on all ranks: it may communicate
+                own = torch.tensor([_takes_mean(model, kwargs, output)], device=loss.device)
+                wrong = "mean" if by_rank(mesh, own).any() else None
         if wrong is not None:
             raise (ValueError if wrong == "late" else NotImplementedError)(self._words(model, wrong))
-        self.passed.add(model.training)
-        if (given := kwargs["num_items_in_batch"]) < count:
+        self.passed.add((cp.key, model.training))
+        if (given := kwargs["num_items_in_batch"]) < sum(counts) - 0.5:
             warnings.warn(
-                f"{type(model).__name__} got num_items_in_batch={int(given)} for a batch of {count} labels. If it "
-                "counts labels, they are those of this rank's share, and the loss is too large: leave the number that "
+                f"{type(model).__name__} got num_items_in_batch={int(given)} for a batch of {sum(counts)} labels. "
+                "If it counts labels, they are those of this rank's share, and the loss is too large: leave the number that "
                 "prepare_batch (or the trainer) has counted. If it counts samples, say, ignore this warning",
                 stacklevel=2,
             )
@@ -184,8 +189,8 @@ class LossCheck:
             )
         if wrong == "mean":
             return (
-                f"{name} has a loss_function of its own, whose result is not divided by num_items_in_batch: it is a "
-                "mean over this rank's tokens, or has such a term. Divide the sum of the losses of all tokens by the "
+                f"{name} has a loss_function of its own, whose result is not divided by num_items_in_batch: it is the "
+                "mean over this rank's tokens. Divide the sum of the losses of all tokens by the "
                 "argument num_items_in_batch, and add terms behind the forward, with handler.mean_loss"
             )
         return (
@@ -198,8 +203,9 @@ class LossCheck:
 
 def _changed_labels(batch: PreparedBatch, kwargs: dict[str, Any], first: bool) -> bool:
     """True if labels are others than when their batch was split, and the shifted ones, which losses read, are not."""
-    labels, shifted = ((x, kwargs.get(name)) for name, x in (("labels", batch.labels), ("shift_labels", batch.shifted)))
-    return _changed(*labels, first) and not _changed(*shifted, first)
+    labels, shifted = kwargs["labels"], kwargs["shift_labels"]
+    changed = _changed(batch.labels, labels, first) and not _changed(batch.shifted, shifted, first)
+    return changed and not (labels.shape == shifted.shape and torch.equal(labels, shifted))  # the latter for both
 
 
 def _changed(before: Written | None, now: Any, first: bool) -> bool:
@@ -235,24 +241,26 @@ def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _takes_mean(model: Any, kwargs: dict[str, Any], output: Any) -> bool:
-    """True if a loss function of the user's, applied to a few tokens, does not divide by the number of labels."""
-    logits: Any = getattr(output, "logits", None)
-    function, targets = loss_of_user(model), kwargs["shift_labels"]
-    if function is None or not _are_of(logits, targets):
+    """True if a loss function of the user's, applied to a few tokens, is the mean of what it is for the halves of them,
+    and not the sum. (If it cannot be applied to them, nothing is known.)"""
+    logits, targets = output.logits, kwargs["shift_labels"]
+    if not _are_of(logits, targets):
         return False
-    where = (targets != IGNORE).nonzero()
-    if not len(where):
-        return False
-    row, start = where[0].tolist()
-    at = slice(row, row + 1), slice(start, start + 8)
-    given = {name: kwargs[name][at].to(logits.device) for name in ("labels", "shift_labels")}
-    given |= {"logits": logits[at], "vocab_size": logits.shape[-1]}
-    count = _on(logits, kwargs["num_items_in_batch"])
+    at = (targets != IGNORE).flatten().nonzero()[:8, 0]
+    at = at[: len(at) // 2 * 2]
+    devices = [] if logits.device.type == "cpu" else [logits.device]
+
+    def loss_of(at: Tensor) -> Any:
+        few = {name: kwargs[name].flatten()[at][None].to(logits.device) for name in ("labels", "shift_labels")}
+        few |= {"logits": logits.flatten(0, 1)[at.to(logits.device)][None], "vocab_size": logits.shape[-1]}
+        return model.loss_function(**few, num_items_in_batch=_on(logits, kwargs["num_items_in_batch"]))
+
     try:
-        once, twice = (model.loss_function(**given, num_items_in_batch=count * n) for n in (1, 2))
-    except (RuntimeError, TypeError, ValueError):  # it needs all tokens, or more arguments
+        with torch.random.fork_rng(devices, device_type=logits.device.type if devices else "cuda"):
+            parts = sum(loss_of(half) for half in at.chunk(2))
+            return bool(parts != 0) and torch.allclose(loss_of(at), parts / 2, rtol=1e-3)
+    except Exception:  # of the user's function
         return False
-    return not torch.allclose(once, 2 * twice, rtol=1e-2)
 
 
 def _are_of(logits: Any, targets: Any) -> bool:
