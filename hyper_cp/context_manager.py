@@ -66,7 +66,8 @@ class context_parallel:
     Note:
         A buffer that is to be restored keeps its full storage. If nobody has written it, it comes back as it was,
         without communication. If it was written in place, restoring it costs one all-gather at the end of the block
-        (all ranks must write it). Buffers that share memory (``ids[:, :-1]`` and ``ids[:, 1:]``) have separate shares
+        (all ranks must write it, in a way that PyTorch counts: collectives of ``torch.distributed``, NumPy and
+        ``.data`` are not). Buffers that share memory (``ids[:, :-1]`` and ``ids[:, 1:]``) have separate shares
         inside the block, and come back together, each where it was written (two all-gathers). If the block ends by an
         exception, all buffers are as they were before it, so that no rank waits for another. Buffers in
         ``no_restore_buffers`` keep nothing but the share, after an exception, too, and another block refuses them.
