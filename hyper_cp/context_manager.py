@@ -496,7 +496,7 @@ class _Routing(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         _blocks.remove(self)
         running_mixers.remove(self.mixer)
-        super().__exit__(*error)
+        self.take_out()  # another block may have begun since, and go on: generators end in any order
         self._warn_if_local(error[0])
 
     def _warn_if_local(self, error: Any) -> None:

@@ -307,6 +307,37 @@ def nested() -> None:
     assert relative_error(attend(local), plain_attention(*local, is_causal=True)) <= 1e-10
 
 
+@on_ranks
+def ended_first(keep: bool) -> float:
+    """The largest error in a block and behind it, where one that began before it has ended first."""
+    whole, others = qkv(), [torch.zeros(1, 12), torch.zeros(1, 12)]
+    given = [x.clone() for x in whole]
+    options: list[dict[str, Any]] = [{"buffers": [x]} for x in others]
+    options[1]["buffers"] += given
+    dims = [1], [1, 2, 2, 2]
+    first, second = (
+        context_parallel(cp_mesh(), buffer_seq_dims=d, no_restore_buffers=o["buffers"] if keep else None, **o)
+        for o, d in zip(options, dims, strict=True)
+    )
+    first.__enter__()
+    handler = second.__enter__()
+    for x in others:
+        x.add_(1)  # comes back whole
+    first.__exit__(None, None, None)
+    out = attend(given)
+    found = [relative_error(handler.combine(out, 2), plain_attention(*whole, is_causal=True))]
+    second.__exit__(None, None, None)
+    assert not torch.overrides._get_current_function_mode_stack() and not _blocks.entries and not _sharded_now
+    ones = torch.ones(1, 12 // dist.get_world_size() if keep else 12)
+    return max(*found, *(float((x - ones).abs().max()) for x in others))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_block_may_end_before_one_that_began_in_it(ranks: Any, keep: bool) -> None:
+    """As those of generators do, whose batches end in turn."""
+    assert max(ranks(2, ended_first, keep)) <= 1e-12
+
+
 def test_blocks_nest_and_the_innermost_speaks(ranks: Any) -> None:
     ranks(4, nested)
 
