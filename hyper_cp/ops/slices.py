@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from ..mesh.agreement import digest
 from ..mesh.arguments import is_int
 from ..schedule.ranges import Numbers
 from .kernels.scores import Score
-from .kernels.scores.mods import Mods, ordered_blocks
+from .kernels.scores.mods import Mods, block_tensors, ordered_blocks
+from .writes import Written, unchanged, written
 
 KINDS = ("full", "causal", "inverse_causal", "bicausal")
 """Kinds of slices, in the order of MagiAttention's numbers."""
@@ -59,7 +60,8 @@ def mask_of_slices(
         device: the device of the queries.
 
     Returns:
-        A ``BlockMask``. Equal arguments give the same object while it lives, and layers share what is made of it.
+        A ``BlockMask``. Equal arguments give the same object while it lives, and layers share what is made of it; once
+        somebody has changed it, they give a new one. Give another ``mask_mod`` to a copy (``copy.copy(mask)``).
 
     Raises:
         TypeError, ValueError: for slices that do not fit.
@@ -80,13 +82,21 @@ def mask_of_slices(
             )
     key = _checked(slices, length, keys), length, keys, block_size, torch.device(device)
     found = _made.get(key)
-    if found is None:
+    if found is None or not _is_as_made(found):
         found = _made[key] = _block_mask(*key)
+        _parts[found] = found.mask_mod, written(block_tensors(found))
     return found
 
 
 _made: WeakValueDictionary[Any, BlockMask] = WeakValueDictionary()
 """Masks by their arguments, as long as somebody holds them."""
+_parts: WeakKeyDictionary[BlockMask, tuple[Any, list[Written]]] = WeakKeyDictionary()
+"""The function and the blocks with which each was made: its holders may change them."""
+
+
+def _is_as_made(mask: BlockMask) -> bool:
+    function, blocks = _parts[mask]
+    return mask.mask_mod is function and unchanged(blocks, block_tensors(mask))
 
 
 def score_of_slices(slices: Any, lengths: tuple[int, int], like: Tensor, score: Score | None) -> Score:

@@ -68,6 +68,21 @@ def test_every_pair_and_every_block(problem: tuple[Slices, int, int, int]) -> No
     assert mask_of_slices(numbers, queries, keys=keys, block_size=size) is mask
 
 
+@pytest.mark.parametrize("part", ["function", "blocks"])
+def test_a_mask_that_a_caller_changes_is_his_own(part: str) -> None:
+    """Functions of pairs are combined by setting ``mask_mod``."""
+    first = mask_of_slices(SLICES, S, block_size=8)
+    want = of_pairs(first, S, S), first.to_dense().clone()
+    if part == "function":
+        function = first.mask_mod
+        first.mask_mod = lambda b, h, i, j: function(b, h, i, j) & (i - j < 4)
+    else:
+        first.kv_num_blocks.zero_()
+    second = mask_of_slices(SLICES, S, block_size=8)
+    assert second is not first and mask_of_slices(SLICES, S, block_size=8) is second
+    assert torch.equal(of_pairs(second, S, S), want[0]) and torch.equal(second.to_dense(), want[1])
+
+
 def test_long_sequences_need_no_matrix_of_pairs() -> None:
     length, document = 2**17, 2**13
     starts = range(0, length, document)
