@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -312,6 +313,8 @@ def test_ranks_with_one_seed_draw_alike_behind_a_text(ranks: Any) -> None:
 def wrong_use() -> dict[str, str]:
     from transformers import DynamicCache, GenerationConfig
 
+    from hyper_cp.integrations.huggingface.decoding import SplitLayer
+
     ids, rank = tokens(8), dist.get_rank()
     model, handler = prepared("llama")
 
@@ -348,6 +351,17 @@ def wrong_use() -> dict[str, str]:
         hook.remove()
         generated(made, own, torch.cat([found.sequences, ids[:, :1]], 1), past_key_values=found.past_key_values)
 
+    def scales_its_keys(new: Callable[..., Any]) -> None:
+        """As an attention that changes what its cache returns."""
+        add = SplitLayer.update
+
+        def update(layer: SplitLayer, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            key, value = add(layer, key, value, *args, **kwargs)
+            return new(key), value
+
+        with mock.patch.object(SplitLayer, "update", update):
+            generated(*prepared("llama"), ids)
+
     def masked(hidden: slice, shown: bool) -> None:
         """A prompt with padding, which a second turn shows."""
         mask = torch.ones(2, 8, dtype=torch.int64)
@@ -370,6 +384,10 @@ def wrong_use() -> dict[str, str]:
             f"{differ}(?# lists)": lambda: run(suppress_tokens=[3, 4 + rank]),
             f"{differ}(?# options in a config)": lambda: run(
                 generation_config=GenerationConfig(repetition_penalty=1.5 + rank)
+            ),
+            "NotImplementedError: LlamaAttention attends to other keys": lambda: scales_its_keys(lambda x: x * 3),
+            "NotImplementedError: LlamaAttention attends to other keys(?# in place)": lambda: scales_its_keys(
+                lambda x: x.mul_(3)
             ),
             "generate got use_cache=False": lambda: run(generation_config=GenerationConfig(use_cache=False)),
             "generate got use_cache=False(?# of the model)": without_a_cache,

@@ -28,6 +28,7 @@ from ...mesh.agreement import digest_of_tensor
 from ...module.mixers.calls import gives_state
 from ...ops.decoding import decode_attention
 from ...ops.split_cache import SplitCache, rank_and_row
+from ...ops.writes import writes
 from ...schedule.documents import read
 from ...schedule.lookup import resolve
 from ...schedule.ranges import placed
@@ -89,6 +90,8 @@ class SplitLayer(CacheLayerMixin):
         """The keys of the layer's indexer, if it has one."""
         self.given: tuple[Callable[[], Any], Callable[[], Any]] = tuple, tuple
         """The keys and values that were added last, as long as somebody holds them."""
+        self.writes = 0, 0
+        """The numbers of writes to them at that time."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare."""
@@ -99,7 +102,7 @@ class SplitLayer(CacheLayerMixin):
             self.split.fill(key_states, value_states, **self.turn.prompt)
         else:
             self.split.append(key_states, value_states, attention_mask=self.turn.new_mask)
-        self.given = ref(key_states), ref(value_states)
+        self.given, self.writes = (ref(key_states), ref(value_states)), (writes(key_states), writes(value_states))
         return key_states, value_states
 
     def update_indexer(self, keys: Tensor) -> SplitCache:
@@ -287,7 +290,7 @@ class SplitModelCache(Cache):
     def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> SplitLayer:
         """The layer that was given these keys and values. Raises if there is none: new tokens attend to the cache."""
         layer = next((x for x in self._split if x.given[0]() is key and x.given[1]() is value), None)
-        if layer is None:
+        if layer is None or layer.writes != (writes(key), writes(value)):
             raise NotImplementedError(
                 f"{type(module).__name__} attends to other keys and values than it puts into its cache: it changes "
                 "them in between. A cache that is split over ranks is attended as it is. Generate in "
