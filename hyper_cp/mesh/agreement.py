@@ -68,12 +68,16 @@ _NAMES = {
     "blocks": "block masks",
     "plan": "styled modules",
     "groups": "process groups",
+    "gradients": "requires_grad of their tensors",
 }
 """The names of kinds and fields in errors."""
 _REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "
     "which pads (pad_value=) lengths that do not split evenly",
     "documents": "Enter the same documents block on every rank, with global cumulative lengths",
+    "gradients": "A rank without them takes no part in the transfers of the backward. Use a trainable module (a "
+    "projector of images, an expert) in a frozen model on every rank, where its tokens are on other ranks too: add 0 * "
+    "p.sum() of its parameters p to its output or to the hidden states",
     "block mask": "Build the block_mask of flex_attention for the global sequence, from the same functions, on every "
     "rank",
     "weights": "The ranks of a cp mesh hold the same weights: seed them alike, load the same checkpoint, or broadcast "

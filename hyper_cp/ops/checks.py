@@ -7,6 +7,7 @@ attention call is made; they call :func:`check_shards` themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -122,12 +123,25 @@ def agree(cp: CPMesh, call: Call, mode: Mode, *tensors: Tensor) -> None:
         ("score", "" if call.score is None else call.score.signature),
         ("max_logits", call.max_logits),
         ("entries", None if (x := call.entries) is None else (x.k.shape[2], x.every, x.selected is not None)),
+        ("gradients", _differentiated(cp, call, tensors)),
     )
     cp.agree("call", signature, call.name, (("scale", call.scale), ("dropout_p", call.dropout_p)))
     table = documents.read(call.documents)
     cp.agree("documents", (("documents", None if table is None else table.digest),), call.name)
     if call.score is not None and call.score.blocks is not None:
         cp.agree("blocks", (("block mask", call.score.blocks.digest),), call.name)
+
+
+def _differentiated(cp: CPMesh, call: Call, tensors: Sequence[Tensor]) -> bool:
+    """True if this rank takes part in the transfers of the backward: a tensor of the call requires a gradient there."""
+    if cp.ulysses.size > 1:
+        return requires_gradient(*tensors[:3])  # heads are exchanged apart from the other tensors
+    return requires_gradient(*tensors, call.sinks, *(() if call.score is None else call.score.captured))
+
+
+def requires_gradient(*tensors: Tensor | None) -> bool:
+    """True if autograd makes a node for a function of these tensors."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 # --------------------------------------------------------------------------- shares of the sequence

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hyper_cp import ContextParallel, styled_modules
 from hyper_cp.mesh import agreement, comm, cp_mesh
 from hyper_cp.mesh.agreement import Agreement, Signature
-from hyper_cp.ops import attention
+from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
 from tests.harness.ranks import error_of, on_ranks
 
 BASE: Signature = (
@@ -231,6 +231,44 @@ def test_the_scale_is_compared_with_a_new_signature_only(ranks: Any) -> None:
     for error, after, comparisons in ranks(2, other_scales):
         assert error.startswith("ValueError") and "different scale: rank 0: 0.5; rank 1: 1.5." in error
         assert (after, comparisons) == ("", 0)
+
+
+@on_ranks
+def gradients_on_one_rank(ulysses: int) -> list[str]:
+    """Rank 0's tokens alone are made with a trainable parameter; then rank 1's take part in its gradient, too."""
+    mesh, rank, x = mesh_of(2), dist.get_rank(), torch.randn(1, 2, 8, 4)
+    p, heads, sinks = torch.ones(1, requires_grad=True), x.transpose(1, 2), torch.zeros(2, requires_grad=True)
+
+    def attend(x: Tensor, **options: Any) -> Tensor:
+        return attention(x, x, x, mesh=mesh, ulysses_degree=ulysses, **options)
+
+    def recur(x: Tensor) -> Tensor:
+        return linear_recurrence(x, x, x, -torch.ones(2), mesh=mesh)
+
+    own = (lambda y: y * p) if rank == 0 else (lambda y: y)
+    shared = (lambda y: y * p) if rank == 0 else (lambda y: y + 0 * p.sum())
+    calls: list[Callable[[], Any]] = [
+        lambda: attend(own(x)),
+        lambda: recur(own(heads)),
+        lambda: causal_conv1d(own(x[0].mT), torch.ones(4, 3), mesh=mesh),
+        lambda: attend(shared(x)).sum().backward(),
+        lambda: recur(shared(heads)).sum().backward(),
+        lambda: torch.no_grad()(attend)(own(x)),
+    ]
+    if ulysses == 1:  # a node on every rank
+        calls.append(lambda: attend(own(x), sinks=sinks).sum().backward())
+    return [error_of(call) for call in calls]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_gradient_that_one_rank_requires(ranks: Any, ulysses: int) -> None:
+    """The other would have no backward, and would go on to calls whose keys meet the first one's gradients."""
+    for attended, recurrent, convolved, *others in ranks(2, gradients_on_one_rank, ulysses):
+        for error in (attended, recurrent, convolved):
+            assert error.startswith("ValueError")
+            assert "different requires_grad of their tensors: rank 0: True; rank 1: False. A rank without" in error
+            assert "add 0 * p.sum() of its parameters" in error
+        assert others == [""] * (4 if ulysses == 1 else 3)
 
 
 @on_ranks

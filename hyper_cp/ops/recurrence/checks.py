@@ -8,7 +8,7 @@ from ..._torch.compiling import is_compiling
 from ...mesh.cp_mesh import CPMesh
 from ...schedule import documents as packed
 from ...schedule import layout as layouts
-from ..checks import check_dtype, check_local, check_places
+from ..checks import check_dtype, check_local, check_places, requires_gradient
 from ..differentiable import refuse_forward_mode
 
 
@@ -46,6 +46,7 @@ def agree(
         ("dtypes", tuple(None if x is None else str(x.dtype) for x in tensors)),
         ("layout", layout),
         ("ulysses_degree", cp.ulysses.size),
+        ("gradients", requires_gradient(*tensors)),
     )
     if decay is None or cp.agreement.known("call", signature):
         cp.agree("call", signature, name)

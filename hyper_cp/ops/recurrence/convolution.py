@@ -85,7 +85,7 @@ def causal_conv1d(
     check_int(f"{name}: dilation", dilation, "It is the distance between the rows of two weights")
     cp = cp_mesh.whole_view(mesh)
     table = documents_of(mesh, cp, documents, name)
-    agree(name if dilation == 1 else f"{name}, dilation={dilation}", cp, layout, table, x, weight)
+    agree(name if dilation == 1 else f"{name}, dilation={dilation}", cp, layout, table, x, weight, bias)
     check_layout_of(name, cp, layout, table, x.shape[0], x.shape[2])
     with calling(name):
         out: Tensor = differentiable_conv(x, weight, bias, table, cp.key, layout, dilation)
