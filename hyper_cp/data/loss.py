@@ -21,6 +21,9 @@ from ..mesh.failures import calling
 from ..mesh.split import Counted
 from .collectives import by_rank, with_gradient_of
 
+ADDED = -1e4
+"""No weight of a token is as low; numbers that hide logits, as they are added to them, are this or lower."""
+
 
 def mean_loss(
     losses: Tensor,
@@ -85,6 +88,11 @@ def check_gradients(gradients: str) -> None:
     """Raise ``ValueError`` for a reduction of gradients that is unknown."""
     why = "DDP and FSDP average gradients over the ranks (mean); an all-reduce with SUM does not (sum)"
     check_choice("gradients", gradients, ("mean", "sum"), why)
+
+
+def adds_to_logits(mask: Tensor) -> Tensor:
+    """True, on the device, for a floating-point mask that does not hold weights: it is added to logits."""
+    return (mask <= ADDED).any()
 
 
 class NoClass(ValueError):

@@ -13,6 +13,7 @@ from ..mesh.failures import calling
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read, tokens_of
 from .collectives import by_rank, with_gradient_of
+from .loss import ADDED, adds_to_logits
 from .sharding import Shares, documents_for, gradient_factor, resolve_layout
 
 REDUCTIONS = ("sum", "mean", "last")
@@ -51,13 +52,29 @@ def pool(
             last = by_rank(shares.mesh, mine).amax(0)
         shown = shown & (place == last[index]).view(shown.shape)
     exact = torch.promote_types(x.dtype, torch.float32)
-    # Values that do not count may be inf or NaN, so they are replaced and not multiplied by 0.
-    kept = x.reshape(*x.shape[:2], -1).to(exact).masked_fill(~shown[..., None], 0)
-    sums, tokens = per_document(kept), per_document(shown[..., None].to(exact))
+    values, weights = x.reshape(*x.shape[:2], -1).to(exact), shown.to(exact)
+    if mask is not None and mask.is_floating_point():
+        weights = weights if reduce == "last" else mask.to(exact)
+        weights = weights.masked_fill(adds_to_logits(mask), torch.nan)  # on all ranks, if on one
+    # Values that do not count may be inf or NaN, so they are replaced before they are multiplied by 0. (The gradient of
+    # a weight that is learned, and is 0 now, is its value.)
+    unused = ~shown[..., None] & (~values.isfinite() if weights.requires_grad else True)
+    kept = values.masked_fill(unused, 0) * weights[..., None]
+    sums, tokens = per_document(kept), per_document(weights[..., None])
     with calling("pool"):
-        whole = by_rank(shares.mesh, torch.cat([sums.detach(), tokens], 2)).sum(0)
-    divisor = whole[..., -1:].clamp(min=1) if reduce == "mean" else 1
-    found = with_gradient_of(whole[..., :-1] / divisor, sums * (factor / divisor), "pool")
+        whole = by_rank(shares.mesh, torch.cat([sums, tokens], 2).detach()).sum(0)
+    if whole.device.type == "cpu" and bool(whole[..., -1].isnan().any()):  # elsewhere the host would wait
+        raise ValueError(
+            f"mask of pool holds numbers of {ADDED:g} or less, or NaN, on one rank at least. Those of an additive mask "
+            "hide logits, and here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an "
+            "additive one), or weights"
+        )
+    means = reduce == "mean"
+    divisor = torch.where(whole[..., -1:] == 0, 1, whole[..., -1:]) if means else 1
+    mean = whole[..., :-1] / divisor
+    if means and tokens.requires_grad:  # weights that are learned change the number of tokens, too
+        sums = sums - mean * tokens
+    found = with_gradient_of(mean, sums * (factor / divisor), "pool")
     return found.view(len(x), count, *x.shape[2:])
 
 

@@ -153,8 +153,21 @@ def values_and_refusals() -> list[str]:
     before[0, :4] = before[1, 9:] = 0
     with handler.documents(inside := handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": before})):
         assert handler.pool(inside["x"], "last", mask=mask).tolist() == [[10.0], [19.0]]
+    weights = torch.rand(2, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine, whole = (handler.dispatch(y, 1, pad_value=0).requires_grad_() for y in (weights, x.nan_to_num().double()))
+    for reduce in ("sum", "mean"):
+        found = handler.pool(whole, reduce, mask=mine, length=11, gradients=None)
+        theirs, weight = x.nan_to_num().double().requires_grad_(), weights.clone().requires_grad_()
+        expected = (theirs * weight).sum(1, keepdim=True) / (weight.sum(1, keepdim=True) if reduce == "mean" else 1)
+        torch.testing.assert_close(found, expected)
+        ours, wanted = (
+            torch.autograd.grad(y.square().sum(), z) for y, z in ((found, (whole, mine)), (expected, (theirs, weight)))
+        )
+        torch.testing.assert_close(ours, tuple(handler.dispatch(y, 1, pad_value=0) for y in wanted))
+    added = torch.zeros_like(mine).masked_fill(torch.tensor([dist.get_rank() == 1]), torch.finfo().min)
     by_documents = ContextParallelHandler(mesh, "per_document")
     return [
+        *(error_of(lambda how=how: handler.pool(share, how, mask=added, length=11)) for how in ("mean", "last")),
         error_of(lambda: handler.pool(batch["x"], "sum")),
         error_of(lambda: handler.pool(share, "max", length=11)),
         error_of(lambda: handler.pool(share.int(), length=11)),
@@ -168,6 +181,7 @@ def values_and_refusals() -> list[str]:
 
 def test_values_and_refusals(ranks: Any) -> None:
     expected = [
+        *["ValueError: mask of pool holds numbers of -10000 or less, or NaN, on one rank at least. Those of an"] * 2,
         "ValueError: x of shape (2, 6) comes without length, and this batch of 11 positions was padded to 12",
         "ValueError: reduce='max' is unknown",
         "ValueError: x has shape (2, 6) and dtype torch.int32",
