@@ -60,8 +60,9 @@ def mean_loss(
         wrong = torch.nonzero(of_ranks[:, 1] == -torch.inf).flatten().tolist()
         if wrong:
             raise ValueError(
-                f"labels of ranks {wrong} of mean_loss are numbers of no class. No rank has the mean without them. "
-                "Read the errors of these ranks; for labels that do not count pass ignore_index"
+                f"labels of ranks {wrong} of mean_loss are numbers of no class, or their mask is one for logits. No "
+                "rank has the mean without them. Read the errors of these ranks; for labels that do not count pass "
+                "ignore_index"
             )
     if check_ranks is not None:
         check_ranks(of_ranks[:, 1])
@@ -96,7 +97,8 @@ def adds_to_logits(mask: Tensor) -> Tensor:
 
 
 class NoClass(ValueError):
-    """Labels that are numbers of no class. They depend on values, so that other ranks may have none."""
+    """Labels that are numbers of no class, or a mask without weights. They depend on values, so that other ranks may
+    have none."""
 
 
 def reduced_mesh(mesh: DeviceMesh | None, cp: DeviceMesh) -> DeviceMesh:
@@ -249,6 +251,12 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     losses = losses if losses.dtype == torch.float64 else losses.float()
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
+        if mask.device.type == "cpu" and not is_compiling() and adds_to_logits(mask):  # elsewhere the host would wait
+            raise NoClass(
+                f"mask of mean_loss holds {mask.min().item():g}. Such numbers of an additive mask hide logits, and "
+                "here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an additive one), "
+                "or weights"
+            )
     if labels is not None and losses.ndim == labels.ndim + 1 > 1 and losses.shape[:-1] == labels.shape:
         wide, flat = losses.flatten(0, -2), labels.flatten()
         if flat.dtype == torch.bool or flat.is_floating_point():

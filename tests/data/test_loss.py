@@ -744,6 +744,26 @@ def test_a_label_of_one_rank_is_an_error_on_all(ranks: Any, head: bool) -> None:
 
 
 @on_ranks
+def additive_masks() -> list[str]:
+    """Errors of masks that hide rank 1's tokens as in attention."""
+    handler, x = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous"), torch.ones(1, 4)
+    masks = [x * dist.get_rank() * hidden for hidden in (-torch.inf, torch.finfo().min, -0.5)]
+    masks = [x.nan_to_num(neginf=-torch.inf) for x in masks]
+    return [error_of(lambda mask=mask: handler.mean_loss(x, mask=mask, elsewhere=True)) for mask in masks]
+
+
+def test_an_additive_mask_is_an_error_on_all_ranks(ranks: Any) -> None:
+    """It says nothing of labels. Weights below 0 are taken."""
+    first, second = ranks(2, additive_masks, timeout=30)
+    for others, own, value in zip(first, second, ("-inf", "-3.40282e+38"), strict=False):
+        assert others.startswith(
+            "ValueError: labels of ranks [1] of mean_loss are numbers of no class, or their mask is"
+        )
+        assert own.startswith(f"ValueError: mask of mean_loss holds {value}. Such numbers of an additive mask hide")
+    assert first[2] == second[2] == ""
+
+
+@on_ranks
 def learned_weights() -> float:
     """The error of the gradients of losses and of their weights, which change the number of tokens too."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
