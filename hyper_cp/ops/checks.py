@@ -20,7 +20,7 @@ from torch.nn.attention.bias import CausalBias
 from .._torch import checkpoint
 from .._torch.compiling import is_compiling
 from ..mesh import cp_mesh
-from ..mesh.arguments import check_bool, check_int, check_number, check_type
+from ..mesh.arguments import check_bool, check_int, check_number, check_type, is_number
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, build, documents, tiles
 from ..schedule import layout as layouts
@@ -386,7 +386,7 @@ def check_kinds(call: Call) -> None:
                 f"{call.name}: {name} is a tensor that requires a gradient. Attention takes it as a number, so the "
                 "gradient would be missing. Pass its value, x.item(); multiply the queries by a learned scale instead"
             )
-    if isinstance(call.scale, (int, float)) and not call.scale > 0:  # NaN too
+    if call.scale is not None and is_number(call.scale) and not call.scale > 0:  # NaN too
         raise ValueError(
             f"{call.name}: scale={call.scale}. Fused kernels hide keys before they scale, so that hidden ones would be "
             "NaN. Pass a positive scale, and multiply the queries by the sign, or by 0"

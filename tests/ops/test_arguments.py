@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -173,6 +174,7 @@ def test_every_wrong_value_is_refused(ranks: Any) -> None:
         ({"return_lse": "x"}, "TypeError", "return_lse is a str. It says if a further result is returned"),
         ({"scale": -0.5}, "ValueError", "scale=-0.5. Fused kernels hide keys before they scale"),
         ({"scale": float("nan")}, "ValueError", "scale=nan. Fused kernels hide keys before they scale"),
+        ({"scale": np.float32(-0.5)}, "ValueError", "scale=-0.5. Fused kernels hide keys before they scale"),
         ({"enable_gqa": "x"}, "TypeError", "enable_gqa='x' must be True or False"),
         ({"dropout_p": None}, "TypeError", "dropout_p=None is a NoneType"),
         ({name: Spec((1, 0, 4, 8)) for name in "qkv"}, "ValueError", "without heads|query has 0 heads and key 0"),
