@@ -173,8 +173,8 @@ class LossCheck:
         if (given := kwargs["num_items_in_batch"]) < sum(counts) - 0.5:
             warnings.warn(
                 f"{type(model).__name__} got num_items_in_batch={int(given)} for a batch of {sum(counts)} labels. "
-                "If it counts labels, they are those of this rank's share, and the loss is too large: leave the number that "
-                "prepare_batch (or the trainer) has counted. If it counts samples, say, ignore this warning",
+                "If it counts labels, they are those of this rank's share, and the loss is too large: leave the number "
+                "that prepare_batch (or the trainer) has counted. If it counts samples, say, ignore this warning",
                 stacklevel=2,
             )
 
