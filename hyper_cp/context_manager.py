@@ -21,6 +21,7 @@ from ._torch.compiling import is_compiling
 from ._torch.modes import past_modes
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
+from .mesh import batch_state
 from .mesh.arguments import check_type
 from .module import attention_calls
 from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
@@ -410,6 +411,7 @@ class _Routing(DispatchMode):
         """Positions of the shares."""
         self.attending: set[type[nn.Module]] = set()
         """Modules that have projected something in the block and are named like attention."""
+        self.calls_before = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -488,6 +490,7 @@ class _Routing(DispatchMode):
         return (inner is None or inner is self) and not (running is not None and running.alive())
 
     def __enter__(self) -> Any:
+        self.calls_before = batch_state.calls_of_engine
         _blocks.push(self)
         route_loaded()
         running_mixers.push(self.mixer)
@@ -505,7 +508,8 @@ class _Routing(DispatchMode):
         if error is not None:
             return
         _attended.update(new)
-        if new and not (self.call.routed or self.mixer.routed):
+        ran = self.call.routed or self.mixer.routed or batch_state.calls_of_engine > self.calls_before
+        if new and not ran:
             names = ", ".join(sorted(kind.__name__ for kind in new))
             warnings.warn(
                 f"{names} ran in this context_parallel block, and no attention was routed in it. By hand, or by a "

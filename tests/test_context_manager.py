@@ -787,6 +787,7 @@ def local_attention(how: str) -> list[int]:
     cores: dict[str, Callable[..., Tensor]] = {
         "by hand": plain_attention,
         "routed": lambda *qkv: F.scaled_dot_product_attention(*qkv),
+        "engine": lambda *qkv: attention(*qkv, mesh=cp_mesh()),
         "compiled": torch.compile(lambda *qkv: F.scaled_dot_product_attention(*qkv), backend="aot_eager"),
     }
     kind = type("SelfAttention", (SelfAttention,), {})
@@ -803,7 +804,7 @@ def local_attention(how: str) -> list[int]:
 def test_modules_of_attention_that_nothing_routes_are_warned_of(ranks: Any) -> None:
     """A kernel that is no operator of PyTorch cannot be seen, its module can."""
     assert ranks(2, local_attention, "by hand") == [[1, 0]] * 2
-    for how in ("routed", "compiled"):
+    for how in ("routed", "engine", "compiled"):
         assert ranks(2, local_attention, how) == [[0, 0]] * 2
 
 

@@ -544,8 +544,9 @@ class DecoderHook:
         mesh, documents, offered = begin_call(
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
-        ready = kwargs.pop("context_parallel", None) or offered
-        if ready is offered:
+        given = kwargs.pop("context_parallel", None)
+        ready = given or offered
+        if given is None:
             forward.refuse_second(self.binding.name, ready, args[0] if args else kwargs.get("input_ids"))
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]

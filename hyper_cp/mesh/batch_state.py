@@ -61,6 +61,9 @@ class _OfAllMeshes(threading.local):
 
 _of_all_meshes = _OfAllMeshes()
 
+calls_of_engine = 0
+"""The number of calls of the process that have run over the sequence of a mesh."""
+
 
 class _ThisThread(threading.local):
     """The blocks of a thread on one mesh. (No ``module.thread_stack``: other threads must see them too, see below.)"""
@@ -368,6 +371,8 @@ class BatchState:
         """
         if is_compiling():
             return
+        global calls_of_engine
+        calls_of_engine += 1
         entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
         for block in entered[-1:]:
             block.used = True  # also by cross-attention, which its documents do not describe

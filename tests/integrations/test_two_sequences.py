@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, Union
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallel, context_parallel_mesh, split_cp_mesh
@@ -195,7 +196,9 @@ def handed_on() -> float:
     model = tiny_causal("t5gemma", SEQ2SEQ)
 
     class Mine(type(model)):  # type: ignore[misc]
-        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        def forward(self, *args: Any, labels: Union[Tensor, Tensor | None] = None, **kwargs: Any) -> Any:  # noqa: UP007
+            """The labels go to the base class."""
+            # Its labels, that is.
             return super().forward(*args, labels=labels, **{**kwargs, "use_cache": False})
 
     model.__class__ = Mine

@@ -10,6 +10,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._torch import checkpoint
@@ -88,13 +89,14 @@ def offered() -> PreparedBatch | None:
 
 def refuse_second(name: str, batch: PreparedBatch | None, tokens: Any) -> None:
     """Raise ``NotImplementedError`` if a decoder is called with the offered state for other tokens than before: a
-    forward that calls it twice has documents or padding for one of the calls only."""
+    forward that calls it twice may have documents or padding for one of the calls only. (A call that is handed the
+    state among other keywords is handed the whole batch.)"""
     top = _offered.top
     if top is None or batch is not top[1] or batch.plain or not isinstance(tokens, Tensor):
         return
     first = top[2][0] if top[2] else tokens
     top[2][:] = [first]
-    if tokens.shape != first.shape or tokens.data_ptr() != first.data_ptr():
+    if tokens is not first and not (tokens.shape == first.shape and torch.equal(tokens, first)):
         raise NotImplementedError(
             f"the forward of {type(top[0]).__name__} calls {name} with other tokens a second time. The batch that it "
             "was given has padding or documents, which are those of the first call. Pass both in one call, one below "

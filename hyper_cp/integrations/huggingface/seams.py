@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import hashlib
@@ -165,22 +166,38 @@ def loss_of_user(model: nn.Module) -> Any:
     return None if function is None or str(function.__module__).startswith(("transformers.", "hyper_cp.")) else function
 
 
-def code_of_user(model: nn.Module) -> str:
-    """The source of what users have written around a model's forward: that of their classes, functions around it, and
-    the methods that these call."""
+def code_of_user(model: nn.Module) -> list[ast.AST]:
+    """The code that users have written around a model's forward: that of their classes, functions around it, and the
+    methods that these call."""
     forwards = [model.forward, *(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))]
-    found: dict[Any, str] = {}
+    found: dict[Any, ast.AST] = {}
     for function in forwards:
         while function is not None:  # functions around it, of which functools.wraps tells
             code = getattr(function, "__code__", None)
             if code is not None and is_foreign_code(function):
-                found[code] = _source_of_code(code)
+                found[code] = _parsed(code)
             function = getattr(function, "__wrapped__", None)
-    for name in re.findall(r"\bself\.(\w+)\(", "".join(found.values())):
+    nodes = [node for tree in found.values() for node in ast.walk(tree)]
+    for name in {node.attr for node in nodes if isinstance(node, ast.Attribute)}:
         method = inspect.unwrap(getattr(type(model), name, None) or len)
         if hasattr(method, "__code__") and is_foreign(method):
-            found[method.__code__] = source_of(method)
-    return "".join(found.values())
+            found[method.__code__] = _parsed(method.__code__)
+    return [*found.values()]
+
+
+def words_in(trees: list[ast.AST]) -> set[str]:
+    """Names, attributes and texts that code uses, without docstrings, and without arguments that are handed on under
+    their own name (``labels=labels``)."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    handed = {id(x.value) for x in nodes if isinstance(x, ast.keyword) and getattr(x.value, "id", "") == x.arg}
+    said = {id(x.value) for x in nodes if isinstance(x, ast.Expr)}
+    names = {x.id for x in nodes if isinstance(x, ast.Name) and id(x) not in handed}
+    texts = {x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str) and id(x) not in said}
+    hints = {
+        id(y) for x in nodes if isinstance(x, ast.arg) and x.annotation is not None for y in ast.walk(x.annotation)
+    }
+    texts -= {x.value for x in nodes if isinstance(x, ast.Constant) and id(x) in hints}
+    return names | texts | {x.attr for x in nodes if isinstance(x, ast.Attribute)}
 
 
 def is_foreign_code(function: Any) -> bool:
@@ -189,8 +206,8 @@ def is_foreign_code(function: Any) -> bool:
     return not str(file).startswith(LIBRARIES)
 
 
-def _source_of_code(code: Any) -> str:
+def _parsed(code: Any) -> ast.AST:
     try:
-        return inspect.getsource(code)
-    except OSError:
-        return ""
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError):  # a lambda inside of an expression, say
+        return ast.Module([], [])

@@ -21,7 +21,7 @@ from ...module.mesh_binding import Binding
 from ...style import style_of
 from .media import METHODS
 from .outputs import check_ignored
-from .seams import CACHES, code_of_user, in_file, loss_of_user, source_of
+from .seams import CACHES, code_of_user, in_file, loss_of_user, source_of, words_in
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -207,8 +207,8 @@ class SourceTargetHook:
 
 def _check_loss(model: PreTrainedModel) -> None:
     """Raise ``NotImplementedError`` for an encoder-decoder with a loss of the user's: its labels never reach it."""
-    code = re.sub(r"\blabels\b( *:[^,=)]*)? *= *(None|labels)\b", "", code_of_user(model))  # handed on as they are
-    if loss_of_user(model) is not None or re.search(r"\bloss\b|loss_fu|\blabels\b", code):
+    words = words_in(code_of_user(model))
+    if loss_of_user(model) is not None or not words.isdisjoint({"loss", "loss_function", "labels", "criterion"}):
         raise NotImplementedError(
             f"{type(model).__name__} got labels, and has a loss of your own. Labels of an encoder-decoder are split "
             "behind its forward, and the loss would be the plain one of next tokens. Pass decoder_input_ids and no "
