@@ -544,10 +544,10 @@ class DecoderHook:
         mesh, documents, offered = begin_call(
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
-        given = kwargs.pop("context_parallel", None)
-        ready = given or offered
-        if given is None:
-            forward.refuse_second(self.binding.name, ready, args[0] if args else kwargs.get("input_ids"))
+        handed = kwargs.pop("context_parallel", None)
+        ready = handed or offered
+        ids = args[0] if args else kwargs.get("input_ids")
+        forward.refuse_second(self.binding.name, ready, ids, handed is not None)
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()

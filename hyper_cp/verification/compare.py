@@ -50,9 +50,15 @@ class Tolerance:
             return _ratio(_norm(local, exact), scale), 3 * _ratio(_norm(alone, exact), scale) + self.rtol / 4
         if self.norms:
             scale = max(_norm(alone), least * alone.numel() ** 0.5)
-            return _ratio(_norm(local, alone), scale), self.rtol + _ratio(self.atol, scale)
+            return self._relative(_norm(local, alone), scale)
         scale = max(_largest(alone), least)
-        return _ratio(distance(local, alone), scale), self.rtol + _ratio(self.atol, scale)
+        return self._relative(distance(local, alone), scale)
+
+    def _relative(self, error: float, scale: float) -> tuple[float, float]:
+        """An error and the tolerance for it, relative to ``scale``; absolute ones where one device has zeros."""
+        if self.atol and not scale:
+            return error, self.atol
+        return _ratio(error, scale), self.rtol + _ratio(self.atol, scale)
 
 
 def _ratio(a: float, scale: float) -> float:

@@ -111,11 +111,11 @@ def _loss(losses: Sequence[Sequence[Any]], tolerance: Tolerance) -> tuple[Compar
     values, one, exact = [row[0] for row in losses], losses[0][1], losses[0][2]
     n, scale = len(values), max(abs(one), LEAST_LOSS)
     forms = {
-        "": max(abs(v - one) for v in values),
+        "": max((abs(v - one) for v in values), key=lambda x: (x != x, x)),  # NaN of a rank is the largest
         "sum over the ranks": abs(sum(values) - one),
         "mean over the ranks": abs(sum(values) / n - one),
     }
-    note, error = min(forms.items(), key=lambda item: item[1])
+    note, error = min(forms.items(), key=lambda item: (item[1] != item[1], item[1]))
     allowed = tolerance.rtol + tolerance.atol / scale
     if exact is not None:
         allowed += 3 * abs(one - exact) / scale
@@ -168,7 +168,7 @@ def _observations_of(ranks: Sequence[Any], rank: int, everywhere: bool) -> list[
 def _ranks_differ(losses: Sequence[float], tolerance: Tolerance, ranks: Sequence[Any]) -> list[Cause]:
     """The cause of everything if the ranks disagree about the batch on one device, and nothing there is random."""
     allowed = tolerance.rtol * max(abs(losses[0]), LEAST_LOSS)
-    odd = [rank for rank, loss in enumerate(losses) if abs(loss - losses[0]) > allowed]
+    odd = [rank for rank, loss in enumerate(losses) if not abs(loss - losses[0]) <= allowed]
     if not odd or any(o[2] == "dropout" for rank in ranks for o in rank["observations"]):
         return []
     text = (

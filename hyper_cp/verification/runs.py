@@ -108,6 +108,11 @@ class Runs:
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] != length:
             return None
         hidden = mask.cpu() == 0
+        if bool(hidden.all()):
+            raise ValueError(
+                "attention_mask of the batch shows no token: its values are all 0, the mark of padding, and nothing "
+                "would be compared. Pass a mask of 1 for tokens, or leave out one that is added to scores"
+            )
         return hidden if bool(hidden.any()) else None
 
     @property
@@ -177,8 +182,15 @@ class Runs:
                 got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise TypeError(f"loss_fn returned {got}. One loss is compared. Return a tensor with one number")
             trace.loss = loss.detach().double().item()
+            trained = [p for p in model.parameters() if p.requires_grad]
             if loss.requires_grad:
                 loss.backward()
+            elif trained and all(p.grad is None for p in trained):
+                raise TypeError(
+                    "loss_fn returned a loss without a graph, as under no_grad or inference_mode or after detach(), and "
+                    "no parameter has a gradient: there would be none to compare. Return the loss of your training "
+                    "step, and call verify outside of inference_mode; freeze the parameters to compare outputs only"
+                )
             trace.gradients = gradients_of(model, leaves, self.mesh, self.average if like is None else None)
         return trace
 

@@ -308,7 +308,7 @@ class Pair(hf.LlamaForCausalLM):
 
     def forward(self, input_ids: Tensor, rejected: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         chosen = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
-        batch = kwargs if self.hands_on else {}
+        batch = kwargs if self.hands_on else {"position_ids": kwargs["position_ids"]}
         return self.lm_head(torch.cat([chosen, self.model(input_ids=rejected, **batch).last_hidden_state]))
 
 

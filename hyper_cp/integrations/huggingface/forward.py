@@ -87,16 +87,16 @@ def offered() -> PreparedBatch | None:
     return None if (top := _offered.top) is None else top[1]
 
 
-def refuse_second(name: str, batch: PreparedBatch | None, tokens: Any) -> None:
+def refuse_second(name: str, batch: PreparedBatch | None, tokens: Any, handed: bool) -> None:
     """Raise ``NotImplementedError`` if a decoder is called with the offered state for other tokens than before: a
-    forward that calls it twice may have documents or padding for one of the calls only. (A call that is handed the
-    state among other keywords is handed the whole batch.)"""
+    forward that calls it twice may have documents or padding for one of the calls only. ``handed``: the call was given
+    the state itself, among the keywords of the batch."""
     top = _offered.top
     if top is None or batch is not top[1] or batch.plain or not isinstance(tokens, Tensor):
         return
     first = top[2][0] if top[2] else tokens
     top[2][:] = [first]
-    if tokens is not first and not (tokens.shape == first.shape and torch.equal(tokens, first)):
+    if not handed and tokens is not first and not (tokens.shape == first.shape and torch.equal(tokens, first)):
         raise NotImplementedError(
             f"the forward of {type(top[0]).__name__} calls {name} with other tokens a second time. The batch that it "
             "was given has padding or documents, which are those of the first call. Pass both in one call, one below "

@@ -226,10 +226,10 @@ def _adds_to_loss(model: Any, kwargs: dict[str, Any], output: Any) -> bool:
     if not _are_of(logits, targets) or loss_of_user(model) is not None:
         return False
     expected = _sum_of_losses(logits, targets) / _on(logits, kwargs["num_items_in_batch"])
-    own = output.loss.detach()
     if isinstance(getattr(output, "aux_loss", None), Tensor) and router_loss.requested(model, kwargs):
-        own = own - (router_loss.coefficient(model) or 0.0) * output.aux_loss.detach().to(own.device)
-    tolerance = 1e-4 if own.dtype in (torch.float32, torch.float64) else 2e-2
+        expected = expected + (router_loss.coefficient(model) or 0.0) * output.aux_loss.detach().to(expected.device)
+    own, wide = output.loss.detach(), (torch.float32, torch.float64)
+    tolerance = 1e-4 if own.dtype in wide and logits.dtype in wide else 2e-2
     return not torch.allclose(own.to(expected.device, expected.dtype), expected, rtol=tolerance, equal_nan=True)
 
 
