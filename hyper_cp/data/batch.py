@@ -23,7 +23,7 @@ from ..mesh.padding import Form, Padding
 from ..mesh.split import Counted
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, mark_copy, mark_tokens, read, tokens_of
-from .loss import check_ignore_index
+from .loss import check_ignore_index, ranks_of
 from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
 from .uncounted import can_hold, widened
@@ -47,6 +47,8 @@ class LocalBatch:
     """Positions of all ranks together."""
     ranks: int = 0
     """The number of ranks that it was split over; 0: unknown."""
+    split_as: tuple[str, tuple[int, ...]] = "", ()
+    """The layout in which it was split, and those ranks; ("", ()): unknown."""
     form: Form = Form()
     """The form of values of its tokens."""
     weight: Any = 1.0
@@ -78,6 +80,20 @@ def batch_of(handler: Shares, table: Any) -> LocalBatch:
     found: LocalBatch | None = _by_table.get(table) if known else None
     alike = found is not None and handler.padded_length(found.length) == found.padded_length
     return found if found is not None and alike else LocalBatch()
+
+
+def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
+    """Raise ``ValueError`` if a batch was split in another layout, or over as many other ranks, than by ``handler``.
+    (Attention finds out other numbers of ranks.)"""
+    if is_compiling() or not len(batch.split_as[1]) == handler.cp.size > 1:
+        return
+    (layout, ranks), own = batch.split_as, ranks_of(handler.mesh)
+    if (layout, ranks) != (handler.layout, own):
+        raise ValueError(
+            f"this batch was split with layout={layout!r} over ranks {list(ranks)}, and the handler of this block "
+            f"splits with layout={handler.layout!r} over ranks {list(own)}. Attention and losses would take its tokens "
+            "for others. Split it with a handler of the model's style and mesh, and enter the block of that handler"
+        )
 
 
 def record_table(batch: LocalBatch) -> None:
@@ -181,6 +197,8 @@ def read_batch(
         found: Any = _Dict(shares) if named else make(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
         found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
+        if not is_compiling():
+            found.split_as = handler.layout, ranks_of(handler.mesh)
         record_table(found)
         labels = found.get("shift_labels", found.get("labels")) if named else None
         if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):

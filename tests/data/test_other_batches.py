@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import namedtuple
 from typing import Any, NamedTuple
@@ -57,6 +58,40 @@ def test_a_handler_of_another_layout_than_the_model_is_refused(ranks: Any, way: 
         words = "layout='contiguous', and the handler of this batch splits it as 'head_tail'"
         ranks.raises(2, "ValueError", words, other_layout, way, kind, "head_tail", timeout=100)
         ranks(2, other_layout, way, kind, "contiguous", timeout=100)
+
+
+@on_ranks
+def block_of_another_handler() -> dict[str, str]:
+    """Errors of blocks whose handler has another layout, or other ranks, than that which has split the batch."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    style = ContextParallel(2, 1, **STYLES["ring"], layout="contiguous")
+    handler = ContextParallelHandler(world["cp"], style)
+    module, batch = model_and_batch(style, handler)
+
+    def run(given: Any, block: ContextParallelHandler = handler) -> None:
+        with block.documents(given):
+            module(batch["x"], batch["x"], batch["x"])
+
+    def split_by(mesh: Any, layout: str) -> Any:
+        return ContextParallelHandler(mesh, layout).get_batch_on_this_cp_rank({"x": torch.zeros(1, LENGTH)})
+
+    run(batch)
+    run(copy.copy(batch), ContextParallelHandler(world["cp"], "contiguous"))
+    words = "splits with layout='contiguous' over ranks"
+    return errors_of(
+        {
+            f"this batch was split with layout='head_tail' over ranks .*{words}": lambda: run(
+                split_by(world["cp"], "head_tail")
+            ),
+            rf"this batch was split with layout='contiguous' over ranks \[., .\], and .*{words}": lambda: run(
+                split_by(world["dp"], "contiguous")
+            ),
+        }
+    )
+
+
+def test_the_block_of_another_handler_than_that_of_the_batch_is_refused(ranks: Any) -> None:
+    check_errors(ranks(4, block_of_another_handler))
 
 
 @on_ranks
