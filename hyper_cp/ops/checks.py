@@ -378,7 +378,9 @@ def with_hosts(mode: Mode, cp: CPMesh) -> tuple[Mode, CPMesh]:
 
 
 def check_kinds(call: Call) -> None:
-    """Raise ``TypeError`` unless the numbers of a call are numbers, and its mask is a tensor."""
+    """Raise ``TypeError`` unless the numbers of a call are numbers, its bools are bools, and its mask is a tensor."""
+    if not isinstance(call.is_causal, torch.SymBool):
+        check_bool(f"{call.name}: is_causal", call.is_causal, "It says that no query sees a key after its own position")
     for name, x in (("scale", 0.0 if call.scale is None else call.scale), ("dropout_p", call.dropout_p)):
         check_number(name, x, "It changes the weights of attention", "Pass a float", NUMBERS)
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():

@@ -102,7 +102,7 @@ NAN, INF = float("nan"), float("inf")
 
 # fmt: off
 VALUES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
-    "is_causal": ([False, True], [None, 1, "yes"], []),
+    "is_causal": ([False, True], [], [None, 1, "yes"]),
     "scale": ([None, 0.5], [NAN, INF], ["x", 0, 0.0, -1.0]),
     "enable_gqa": ([True, False], [None], []),
     "ulysses_degree": ([1, None, 2], [], [0, -1, 3, "auto", True, 1.5]),
@@ -175,6 +175,7 @@ def test_every_wrong_value_is_refused(ranks: Any) -> None:
         ({"scale": -0.5}, "ValueError", "scale=-0.5. Fused kernels hide keys before they scale"),
         ({"scale": float("nan")}, "ValueError", "scale=nan. Fused kernels hide keys before they scale"),
         ({"scale": np.float32(-0.5)}, "ValueError", "scale=-0.5. Fused kernels hide keys before they scale"),
+        ({"is_causal": None}, "TypeError", "is_causal=None must be True or False. It says that no query sees"),
         ({"enable_gqa": "x"}, "TypeError", "enable_gqa='x' must be True or False"),
         ({"dropout_p": None}, "TypeError", "dropout_p=None is a NoneType"),
         ({name: Spec((1, 0, 4, 8)) for name in "qkv"}, "ValueError", "without heads|query has 0 heads and key 0"),
