@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -43,7 +44,7 @@ def pool(
     def per_document(values: Tensor) -> Tensor:
         """This rank's sum for each document, ``[B, S/n, W] -> [B, D, W]``."""
         sums = values.new_zeros(len(x) * (count + 1), values.shape[2]).index_add(0, index, values.flatten(0, 1))
-        return sums.unflatten(0, (len(x), -1))[:, :count]
+        return sums.unflatten(0, (len(x), count + 1))[:, :count]
 
     if reduce == "last":
         place = at.to(x.device).masked_fill(~shown, -1).flatten()
@@ -52,7 +53,7 @@ def pool(
             last = by_rank(shares.mesh, mine).amax(0)
         shown = shown & (place == last[index]).view(shown.shape)
     exact = torch.promote_types(x.dtype, torch.float32)
-    values, weights = x.reshape(*x.shape[:2], -1).to(exact), shown.to(exact)
+    values, weights = x.reshape(*x.shape[:2], math.prod(x.shape[2:])).to(exact), shown.to(exact)
     if mask is not None and mask.is_floating_point():
         weights = weights if reduce == "last" else mask.to(exact)
         weights = weights.masked_fill(adds_to_logits(mask), torch.nan)  # on all ranks, if on one

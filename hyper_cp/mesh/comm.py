@@ -13,6 +13,7 @@ The rest of the library relies on these rules:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -360,7 +361,7 @@ def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
     for axis in axes:
         if axis.size > 1:
             wire = axis.all_gather(wire).wait()
-    return wire.view(x.dtype).view(-1, *x.shape)
+    return wire.view(x.dtype).view(math.prod(axis.size for axis in axes), *x.shape)
 
 
 def gather_by_keys(axes: Sequence[str], x: Tensor) -> Tensor:

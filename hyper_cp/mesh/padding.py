@@ -125,7 +125,7 @@ class Padding:
     def _flat(self, tokens: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
         """The tokens in each order that ``[B * S/n, ...]``, ``[B * S/n * C]`` or ``[B, S/n * C]`` may have."""
         found, first = [], shape[0] if shape else 0
-        for rows in self.form.rows if len(tokens) == 1 else {*self.form.rows} & {len(tokens)}:
+        for rows in filter(None, self.form.rows) if len(tokens) == 1 else {*self.form.rows} & {len(tokens)}:
             whole, wide = tokens.expand(rows, -1), len(shape) == 2 and first == rows
             several, rest = divmod(shape[1] if wide else first, self.share if wide else rows * self.share)
             if rest or not several or (several > 1 and len(shape) > 1 and not wide):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -194,3 +195,30 @@ def test_values_and_refusals(ranks: Any) -> None:
     for found in ranks(2, values_and_refusals):
         for text, start in zip(found, expected, strict=True):
             assert text.startswith(start), text
+
+
+@on_ranks
+def without_rows(length: int) -> list[Any]:
+    """Shapes and values of a batch of 0 rows, as the last one of a loader of one rank may be."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    x, labels = torch.randn(0, length, 3, requires_grad=True), torch.zeros(0, length, dtype=torch.int64)
+    batch = handler.get_batch_on_this_cp_rank({"x": x, "labels": labels})
+    with handler.documents(batch):
+        share, mine = batch["x"], batch["labels"]
+        losses = [
+            handler.mean_loss(share, mine, gradients="sum", elsewhere=True),
+            handler.mean_loss(share.flatten(0, 1), mine.flatten(), gradients="sum", elsewhere=True),
+            handler.mean_loss(share, mask=torch.ones_like(share), gradients="sum", elsewhere=True),
+        ]
+        found = [handler.pool(share, how, gradients=None) for how in ("sum", "mean", "last")]
+        found += [
+            handler.pool(share[..., 0], "sum", gradients=None),
+            handler.combine(share, 1, length=length, gradients=None),
+        ]
+    (sum(losses) + sum(y.sum() for y in found)).backward()  # type: ignore[arg-type]
+    return [*map(float, losses), *(tuple(y.shape) for y in found)]
+
+
+@pytest.mark.parametrize("length", [8, 7])
+def test_batches_without_rows(ranks: Any, length: int) -> None:
+    assert ranks(2, without_rows, length) == [[0.0] * 3 + [(0, 1, 3)] * 3 + [(0, 1), (0, length, 3)]] * 2
