@@ -235,6 +235,12 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, style: ContextPar
             raise ValueError(
                 f"{name} is context parallel already. Its sequence would be exchanged twice. Apply the style once"
             )
+        if [*module.parameters(), *module.buffers(), *module.children()]:
+            raise NotImplementedError(
+                f"{name} ({type(module).__name__}) has parameters, buffers or modules of its own, and would be "
+                "replaced by attention without them. Put a ContextParallel style on it (parallelize_module), if it "
+                "calls F.scaled_dot_product_attention or flex_attention"
+            )
     if mesh.size() > 1:
         guard_model(model, style.allow)
     for name, module in found.items():

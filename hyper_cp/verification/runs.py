@@ -187,8 +187,8 @@ class Runs:
                 loss.backward()
             elif trained and all(p.grad is None for p in trained):
                 raise TypeError(
-                    "loss_fn returned a loss without a graph, as under no_grad or inference_mode or after detach(), and "
-                    "no parameter has a gradient: there would be none to compare. Return the loss of your training "
+                    "loss_fn returned a loss without a graph, as under no_grad or inference_mode or after detach(), "
+                    "and no parameter has a gradient: there would be none to compare. Return the loss of your training "
                     "step, and call verify outside of inference_mode; freeze the parameters to compare outputs only"
                 )
             trace.gradients = gradients_of(model, leaves, self.mesh, self.average if like is None else None)

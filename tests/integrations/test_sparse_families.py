@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from types import MethodType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyper_cp.integrations.huggingface import compressed, qwen4, selected_blocks, selected_pools
+from hyper_cp.integrations.huggingface import compressed, qwen4, selected_blocks, selected_pools, sparse
 from hyper_cp.mesh import comm
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
@@ -429,3 +430,23 @@ def verified(family: str) -> tuple[bool, str]:
 def test_verify(ranks: Any, family: str) -> None:
     for ok, report in ranks(2, verified, family):
         assert ok, report
+
+
+class OwnIndexer(hf.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Indexer):
+    """An indexer of a user's, whose forward context parallelism would replace."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["class", "instance"])
+def test_modules_that_a_user_has_changed_are_refused(how: str) -> None:
+    """Before, theirs was replaced without a word."""
+    model = made("deepseek_v4")
+    indexer = next(x for x in model.modules() if type(x).__name__ == "DeepseekV4Indexer")
+    if how == "class":
+        indexer.__class__ = OwnIndexer
+    else:
+        indexer.forward = MethodType(OwnIndexer.forward, indexer)
+    with pytest.raises(NotImplementedError, match=r"has a forward of your own .OwnIndexer.forward"):
+        sparse.prepare(model.model)

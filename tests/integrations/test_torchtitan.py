@@ -224,6 +224,14 @@ def test_a_class_for_the_transform_of_newer_versions(ranks: Any) -> None:
         assert max(x for x in found.values() if not isinstance(x, str)) <= 1e-10, found
 
 
+class WithNorm(VarlenInnerAttention):
+    """An inner attention with a norm of its own, which would be lost."""
+
+    def __init__(self, window: Any) -> None:
+        super().__init__(window)
+        self.norm = nn.RMSNorm(4)
+
+
 class Beside(nn.Module):
     """A decoder, with something beside its inner attention."""
 
@@ -242,6 +250,9 @@ def refused() -> dict[str, str]:
     x, inner = torch.zeros(16, 16, dtype=torch.float64), [m for m in model.modules() if hasattr(m, "window_size")]
     unequal = VarlenMetadata(torch.tensor([0, 5, 32]), torch.tensor([0, 7, 32]), 27, 25)
     further = decoder()
+    normed = decoder()
+    layer = normed.layers["0"] if isinstance(normed.layers, nn.ModuleDict) else normed.layers[0]
+    layer.attention.inner_attention = WithNorm(None)
     further.mtp_layers = nn.ModuleList([nn.Linear(16, 16)])
     errors = errors_of(
         {
@@ -250,6 +261,9 @@ def refused() -> dict[str, str]:
             ),
             r"'blocks.\*.attention' matches no module of Decoder": lambda: apply_context_parallel(
                 model, mesh, style, "blocks.*.attention"
+            ),
+            "NotImplementedError: .*inner_attention .WithNorm. has parameters, buffers or modules of its own": lambda: (
+                apply_context_parallel(normed, mesh, style)
             ),
             "NotImplementedError: Decoder has mtp_layers": lambda: apply_context_parallel(further, mesh, style),
             r"window=\(3, 0\).*VarlenInnerAttention has a window of its own": lambda: apply_context_parallel(

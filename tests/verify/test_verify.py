@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_cp import verify
+from hyper_cp import ContextParallelHandler, verify
 from hyper_cp.module.mesh_binding import bindings, swapped
 from hyper_cp.verification import runs
+from hyper_cp.verification.compare import Tolerance
 from hyper_cp.verify import Report
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
@@ -317,6 +318,12 @@ def refused() -> dict[str, str]:
             r"TypeError: loss_fn returned \(3,\)": lambda: verify(
                 model, mesh, batch, loss_fn=lambda model, batch, handler: torch.ones(3)
             ),
+            "TypeError: loss_fn returned a loss without a graph": lambda: verify(
+                model, mesh, batch, loss_fn=torch.no_grad()(planted.loss_fn)
+            ),
+            "attention_mask of the batch shows no token": lambda: verify(
+                model, mesh, {**batch, "attention_mask": torch.zeros(planted.ROWS, LENGTH)}
+            ),
             "gradients='max'": lambda: verify(model, mesh, batch, gradients="max"),
             r"rtol=-1\.0": lambda: verify(model, mesh, batch, rtol=-1.0),
         }
@@ -371,3 +378,35 @@ def test_one_rank_has_nothing_to_compare(ranks: Any) -> None:
 def test_a_handler_of_another_layout_is_refused(ranks: Any) -> None:
     """The styled modules say so themselves, in the first forward."""
     ranks.raises(2, ValueError, "layout", verified, [("", "other_layout", {}, {"layout": "head_tail"})])
+
+
+def mean_of_labels(model: nn.Module, batch: dict[str, Tensor], handler: ContextParallelHandler) -> Tensor:
+    """A mean of each rank's labels, of which the last one has none."""
+    local = handler.get_batch_on_this_cp_rank(batch, shift_labels=True)
+    with handler.documents(local):
+        logits = model(local["input_ids"], local["position_ids"])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), local["shift_labels"].flatten())
+
+
+@on_ranks
+def nan_of_a_rank() -> bool:
+    mesh, batch = cp_mesh(), whole_batch()
+    labels = batch["labels"].index_fill(1, torch.arange(LENGTH // 2, LENGTH), -100)
+    model = styled(mesh, ulysses_degree=1, layout="contiguous")
+    return verify(model, mesh, {**batch, "labels": labels}, loss_fn=mean_of_labels, gradients="sum").ok
+
+
+def test_the_loss_of_a_rank_that_is_nan_differs(ranks: Any) -> None:
+    """Python's max leaves out a NaN that is not the first."""
+    assert ranks(2, nan_of_a_rank) == [False] * 2
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_differences_from_zeros_are_judged_by_atol_itself(norms: bool) -> None:
+    """Relative to zero both the error and the tolerance would be infinite."""
+    zeros, tolerance = torch.zeros(4, dtype=torch.float64), Tolerance(1e-6, 1e-8, norms)
+    for local, equal in ((zeros + 1.0, False), (zeros + 1e-9, True), (zeros, True)):
+        error, allowed = tolerance.judge(local, zeros, None)
+        assert (error <= allowed) == equal
+    error, allowed = Tolerance(1e-6, 0.0, norms).judge(zeros + 1e-9, zeros, None)
+    assert error > allowed

@@ -12,6 +12,7 @@ from transformers import Cache
 
 from . import compressed, inkling, qwen4, recurrent_gemma, selected, selected_blocks, selected_pools
 from .forward import ForwardState, state_for
+from .seams import own_forward
 
 
 class Replaced(NamedTuple):
@@ -54,10 +55,24 @@ def prepare(decoder: nn.Module) -> None:
     inkling.leave_out_distances(decoder)
     for module in decoder.modules():
         for replaced in REPLACED:
+            if replaced.methods and replaced.is_kind(type(module)):
+                _refuse_changed(module)
             for path, function in replaced.methods.items() if replaced.is_kind(type(module)) else ():
                 child, _, name = path.rpartition(".")
                 owner = attrgetter(child)(module) if child else module
                 setattr(owner, name, partial(_over_all_ranks, function, owner, name))
+
+
+def _refuse_changed(module: nn.Module) -> None:
+    """Raise ``NotImplementedError`` for a module that is replaced, if a user has changed it or a part of it: what
+    replaces it computes what transformers does."""
+    for name, inner in module.named_modules():
+        of_transformers = any(x.__module__.startswith("transformers.models.") for x in type(inner).__mro__)
+        if of_transformers and (own := own_forward(inner)) is not None:
+            raise NotImplementedError(
+                f"{name or 'the module'} of {type(module).__name__} has a forward of your own ({own.__qualname__}), "
+                "and context parallelism replaces what transformers does there. Use that, or leave the model unprepared"
+            )
 
 
 def _over_all_ranks(function: Callable[..., Any], owner: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
