@@ -37,7 +37,7 @@ from ..schedule.lookup import resolve
 from . import attention_calls
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
-from .mixers.calls import LAST, captures_function, is_mixer, route_loaded, running_mixer, watching
+from .mixers.calls import LAST, is_mixer, keeps_function, route_kept, route_loaded, running_mixer, watching
 from .mixing import GATHER, NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
 from .model import Model, model_of
 
@@ -157,8 +157,13 @@ def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) ->
     """
     outer = list(islice((module for module in running_modules() if type(module) is not nn.Sequential), 2))
     for module in outer:
-        routed = in_this_thread and not captures_function(module)
-        if not mixes_by_name(module) or (routed and any(is_mixer(type(inner)) for inner in module.modules())):
+        if module not in _searched_for_functions:
+            *_, root = running_modules()
+            root = module if root in _searched_for_functions else root
+            route_kept(root)
+            _searched_for_functions.update((module, *root.modules()))
+    for module in outer:
+        if not mixes_by_name(module) or (in_this_thread and _routes(module)):
             continue
         model = model_of(module)
         name = model.names.get(id(module), "")
@@ -170,6 +175,14 @@ def refuse_running_mixer(allow: tuple[str, ...], in_this_thread: bool = True) ->
                 f"context_parallel(..., allow=({name!r},))"
             )
     return outer
+
+
+_searched_for_functions: WeakSet[nn.Module] = WeakSet()
+"""Modules of ``context_parallel`` blocks whose models have been searched for recurrences that they keep."""
+
+
+def _routes(module: nn.Module) -> bool:
+    return any(is_mixer(type(inner)) or keeps_function(inner) for inner in module.modules())
 
 
 # --------------------------------------------------------------------------- when a plan is applied
@@ -294,6 +307,7 @@ class FirstForward(EnteredMode):
             self.__enter__()
             if not self.known:
                 route_loaded()
+                route_kept(root)
                 watching.push(self)
 
     def __torch_function__(

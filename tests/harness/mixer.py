@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,6 +111,69 @@ class Keeps(Mixer):
 
 
 _RAW = (chunk_gated_delta_rule, kernels.chunk_kda)  # as they are before anything routes them
+
+
+class _Calls(nn.Module):
+    """Calls a function that its owner gives it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *gates: Tensor) -> Any:
+        return self.function(*gates)
+
+
+def _of_instance(way: Callable[[Callable[..., Any]], Any]) -> Callable[[], Mixer]:
+    def make() -> Mixer:
+        made = Keeps()
+        made.kernel = way(_RAW[1])
+        return made
+
+    return make
+
+
+def _of_class(kernel: Any, way: Callable[[Any], Callable[..., Any]] = lambda kernel: kernel) -> Callable[[], Mixer]:
+    def rule(self: Any, *gates: Tensor) -> Any:
+        return way(self.kernel)(*gates)
+
+    return lambda: type("OfClass", (Mixer,), {"kernel": kernel, "rule": rule})()
+
+
+def _default() -> Mixer:
+    def rule(self: Any, *gates: Tensor, kernel: Any = _RAW[1]) -> Any:
+        return kernel(*gates)
+
+    return type("Default", (Mixer,), {"rule": rule})()
+
+
+def _closure() -> Mixer:
+    kernel = _RAW[1]
+
+    def rule(self: Any, *gates: Tensor) -> Any:
+        return kernel(*gates)
+
+    return type("Closure", (Mixer,), {"rule": functools.wraps(Mixer.rule)(rule)})()
+
+
+def _entry(kernel: Any) -> Callable[..., Any]:
+    kept = {"chunk": [kernel]}
+    return lambda *gates: kept["chunk"][0](*gates)
+
+
+WAYS: dict[str, Callable[[], Mixer]] = {
+    "partial": _of_instance(functools.partial),
+    "partial of a partial": _of_instance(lambda kernel: functools.partial(functools.partial(kernel))),
+    "argument of a partial": _of_instance(lambda kernel: functools.partial(lambda f, *x: f(*x), kernel)),
+    "lambda": _of_instance(lambda kernel: lambda *gates: kernel(*gates)),
+    "list in a dict": _of_instance(_entry),
+    "module": _of_instance(lambda kernel: _Calls(functools.partial(kernel))),
+    "partial of a class": _of_class(functools.partial(_RAW[1])),
+    "tuples of a class": _of_class(((_RAW[1],),), lambda kernel: kernel[0][0]),
+    "default": _default,
+    "closure": _closure,
+}
+"""Mixers that keep their recurrence in ways that no name shows, by these."""
 
 
 class KeepsGatedDeltaNet(Mixer):

@@ -14,7 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hyper_cp import ContextParallelHandler, RecurrentContextParallel, context_parallel_mesh, split_cp_mesh
+from hyper_cp import (
+    ContextParallelHandler,
+    RecurrentContextParallel,
+    context_parallel,
+    context_parallel_mesh,
+    split_cp_mesh,
+)
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.module.mixing import mixing
 from hyper_cp.ops import SAVE_LIST
@@ -134,6 +140,30 @@ def test_functions_are_routed_under_any_name(ranks: Ranks) -> None:
     """Before, the convolution counted as routed, and the recurrence began anew on each rank without a word."""
     for found in ranks(2, functions_of_any_name):
         assert all(error <= 1e-12 for error in found.values()), found
+
+
+@on_ranks
+def kept_in_any_way() -> dict[str, float]:
+    """Errors of mixers whose convolution is a global of their file, in a plan and in a block."""
+    found, mesh = {}, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ways = {**mixer.WAYS, "attribute": mixer.Keeps, "attribute of its name": mixer.KeepsGatedDeltaNet}
+    for name, make in ways.items():
+        torch.manual_seed(3)
+        model = nn.Sequential(make()).double()
+        want, x = model(inputs()), inputs()
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous") as handler:
+            found[f"{name}: block"] = (handler.combine(model(x).detach(), 1) - want).abs().max().item()
+        torch.manual_seed(3)
+        model = parallelize_module(nn.Sequential(make()).double(), mesh, {"0": RecurrentContextParallel()})
+        out = handler.combine(model(handler.dispatch(inputs(), 1)).detach(), 1)
+        found[f"{name}: plan"] = (out - want).abs().max().item()
+    return found
+
+
+def test_functions_are_routed_in_whatever_keeps_them(ranks: Ranks) -> None:
+    """Before, the recurrence of all of these began anew on each rank, in a block and in a plan."""
+    for found in ranks(2, kept_in_any_way):
+        assert len(found) == 24 and all(error <= 1e-12 for error in found.values()), found
 
 
 def test_mixers_are_found_whatever_the_names_of_their_functions() -> None:

@@ -112,7 +112,6 @@ def refusals() -> dict[str, str]:
     return {
         "by none": error_of(lambda: run(nn.Sequential(RwkvAttention()))),
         **{f"by none, {how}": error_of(lambda how=how: run(nn.Sequential(RGLRUByHand(how)))) for how in HOW},
-        "KeepsGatedDeltaNet": error_of(lambda: run(mixer.make(mixer.KeepsGatedDeltaNet))),
         "output_final_state": error_of(lambda: run(mixer.make(output_final_state=True))),
         "cached state": error_of(lambda: run(mixer.make(mixer.Decodes))),
         "conv1d": error_of(lambda: run(mixer.make(mixer.CallsModule))),
@@ -281,6 +280,18 @@ class Static(Calls):
         return self.kept(*args)
 
 
+RAW = (chunk_gla,)  # a tuple of a file is not searched
+
+
+class KeptByItself(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = {"gla": functools.partial(RAW[0])}
+
+    def call(self, *args: Tensor) -> Any:
+        return self.kernels["gla"](*args)
+
+
 class Hybrid(nn.Module):
     """A mixer, and attention."""
 
@@ -316,7 +327,7 @@ def called(kind: type[Calls]) -> tuple[dict[str, float], dict[str, str]]:
     return wrong, raised
 
 
-@pytest.mark.parametrize("kind", [Helper, Property, Nested, OfClass, Registered, Partial, Static])
+@pytest.mark.parametrize("kind", [Helper, Property, Nested, OfClass, Registered, Partial, Static, KeptByItself])
 def test_ways_to_call_a_recurrence_are_seen(ranks: Ranks, kind: type[Calls]) -> None:
     """Whatever keeps the function, nothing runs over a share: a plan routes it, or refuses the model."""
     for wrong, raised in ranks(2, called, kind):

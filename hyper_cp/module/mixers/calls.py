@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
@@ -332,11 +333,6 @@ def keeps_function(module: nn.Module) -> bool:
     return any(callable(value) and _function_of(name, value) for name, value in vars(module).items())
 
 
-def captures_function(module: nn.Module) -> bool:
-    """True if a module, or one inside it, keeps one of the functions as an attribute: a call of it is not routed."""
-    return any(_unrouted(name, value) for inner in module.modules() for name, value in vars(inner).items())
-
-
 def _function_of(name: str, value: Any) -> str | None:
     """The name in :data:`ROUTED` of a global or an attribute, which may have been imported under another name."""
     if name in ROUTED:
@@ -373,11 +369,17 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
 
 def _plain(method: Any) -> FunctionType | None:
     """The function of a method, of a property, or of a global; None for anything else, which is not asked."""
+    method = _method(method)
+    return inspect.unwrap(method) if type(method) is FunctionType else None
+
+
+def _method(method: Any) -> Any:
+    """The same with the functions around it."""
     if type(method) in (staticmethod, classmethod, property):
         method = method.fget if type(method) is property else method.__func__
     if type(method) is not FunctionType:  # an object in front of a function, such as torch 2.15's @checkpoint
         method = getattr(method, "__dict__", {}).get("__wrapped__")
-    return inspect.unwrap(method) if type(method) is FunctionType else None
+    return method
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -396,12 +398,95 @@ def route(kind: type[nn.Module]) -> None:
 
 def route_mixer(module: nn.Module) -> None:
     """Route the functions that a mixer calls: as globals of its file, through other files (``fla.ops.chunk_gla``, a
-    helper), or as attributes that it keeps."""
+    helper), or as what it keeps."""
     route(type(module))
     route_loaded()
-    for inner in module.modules():
-        for name in list(vars(inner)):
-            _put_in_front(vars(inner), name)
+    route_kept(module)
+
+
+def route_kept(root: nn.Module) -> None:
+    """Route the functions that modules and their classes keep: as attributes, also in a dict or a list, in a partial
+    function, or in the closure or a default of a function."""
+    seen: set[int] = set()
+    kinds: set[type] = set()
+    for module in root.modules():
+        own = vars(module)
+        for name in list(own):
+            _put_in_front(own, name)
+            if (kept := _kept(own[name], seen)) is not own[name]:
+                own[name] = kept
+        kinds.update(type(module).__mro__)
+    for kind in kinds:
+        if issubclass(kind, nn.Module) and not _is_internal(kind):
+            _route_class(kind, seen)
+
+
+def _is_internal(x: Any) -> bool:
+    """True for functions and classes of PyTorch, and of this library, which keep original functions."""
+    return (x.__module__ or "").partition(".")[0] in ("torch", LIBRARY)
+
+
+def _route_class(kind: type[nn.Module], seen: set[int]) -> None:
+    for name, value in list(vars(kind).items()):
+        if type(value) is staticmethod:
+            function = value.__func__
+            known = _unrouted(name, function)
+            kept: Any = _in_front(known, function) if known else _kept(function, seen)
+            if kept is not function:
+                setattr(kind, name, staticmethod(kept))
+        elif type(method := _method(value)) is FunctionType:
+            _route_inside(method, seen)
+        elif (kept := _kept(value, seen)) is not value:
+            setattr(kind, name, kept)
+
+
+def _route_inside(function: FunctionType, seen: set[int]) -> None:
+    """Route what the closure and the defaults of a function keep."""
+    if id(function) in seen or _is_internal(function):
+        return
+    seen.add(id(function))
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one
+            if (kept := _kept(cell.cell_contents, seen)) is not cell.cell_contents:
+                cell.cell_contents = kept
+    _kept(function.__kwdefaults__, seen)
+    if (kept := _kept(function.__defaults__, seen)) is not function.__defaults__:
+        function.__defaults__ = kept
+
+
+def _kept(value: Any, seen: set[int] | None = None) -> Any:
+    """Return what to keep in place of a value: a function that is routed, or a partial function or a tuple with such
+    functions.
+
+    Args:
+        seen: the dicts, lists and functions that have been searched; what they keep is changed in them. None: they are
+            not searched.
+    """
+    kind = type(value)
+    if kind is FunctionType:
+        if known := _unrouted("", value):
+            return _in_front(known, value)
+        if seen is not None and not hasattr(value, "hyper_cp_routes"):
+            _route_inside(value, seen)
+    elif kind is functools.partial:
+        parts = value.func, value.args, value.keywords
+        func, args, keywords = kept = tuple(_kept(x, seen) for x in parts)
+        if any(x is not y for x, y in zip(kept, parts, strict=True)):
+            return functools.partial(func, *args, **keywords)
+    elif kind is tuple and len(value) <= _REGISTRY:
+        found = tuple(_kept(x, seen) for x in value)
+        return found if any(x is not y for x, y in zip(found, value, strict=True)) else value
+    elif kind in (dict, list) and seen is not None and id(value) not in seen:
+        seen.add(id(value))
+        _route_entries(value, seen)
+    return value
+
+
+def _route_entries(value: dict[Any, Any] | list[Any], seen: set[int] | None = None) -> None:
+    if len(value) <= _REGISTRY:
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (kept := _kept(item, seen)) is not item:
+                value[key] = kept
 
 
 def route_loaded() -> None:
@@ -431,12 +516,10 @@ _INSTALLED = {*sys.stdlib_module_names, LIBRARY}
 def _put_in_front_of_kept(names: dict[str, Any], name: str, value: Any, file: str) -> None:
     """The same for functions that a global of a file keeps: a dict or a list, a partial function, or a class as a
     static method."""
-    if type(value) in (dict, list) and len(value) <= _REGISTRY:
-        for key, kept in list(value.items() if type(value) is dict else enumerate(value)):
-            if type(kept) is FunctionType and (known := _unrouted("", kept)):
-                value[key] = _in_front(known, kept)
-    elif type(value) is functools.partial and (known := _unrouted("", value.func)):
-        names[name] = functools.partial(_in_front(known, value.func), *value.args, **value.keywords)
+    if type(value) in (dict, list):
+        _route_entries(value)
+    elif type(value) is functools.partial and (kept := _kept(value)) is not value:
+        names[name] = kept
     elif issubclass(type(value), type) and issubclass(value, nn.Module) and value.__module__ == file:
         for key, kept in list(vars(value).items()):
             if type(kept) is staticmethod and (known := _unrouted(key, kept.__func__)):
@@ -444,7 +527,7 @@ def _put_in_front_of_kept(names: dict[str, Any], name: str, value: Any, file: st
 
 
 _REGISTRY = 64
-"""The most entries of a global dict or list that is searched."""
+"""The most entries of a dict, a list or a tuple that is searched."""
 
 
 def _put_in_front(names: dict[str, Any], name: str) -> None:
