@@ -81,14 +81,20 @@ def frames_of(code: CodeType, depth: int | None = None) -> Iterator[FrameType]:
     return (frame for frame in islice(_frames(), depth) if frame.f_code is code)
 
 
+def calling_file() -> str:
+    """The name of the file, which is none of PyTorch's, that makes the call which a mode of functions sees."""
+    for frame in dropwhile(lambda frame: frame.f_code.co_name != _MODE, _frames()):
+        file = str(frame.f_globals.get("__name__", ""))  # code that was made by exec may have none
+        if frame.f_code.co_name != _MODE and file.partition(".")[0] != "torch":
+            return file
+    return ""
+
+
 def called_by_library() -> bool:
     """True if the library itself makes the call that a mode of functions sees: it knows what it does. (The demo's model
     is a user's model.)"""
-    for frame in dropwhile(lambda frame: frame.f_code.co_name != _MODE, _frames()):
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name != _MODE and module.partition(".")[0] != "torch":
-            return bool(module.startswith(f"{LIBRARY}.") and not module.startswith(f"{LIBRARY}.cli."))
-    return False
+    file = calling_file()
+    return file.startswith(f"{LIBRARY}.") and not file.startswith(f"{LIBRARY}.cli.")
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -24,6 +24,7 @@ from .._torch.compiling import is_compiling
 from .._torch.modes import unseen
 from .._torch.modules import (
     called_by_library,
+    calling_file,
     calls_running,
     hook_owners,
     is_compiled,
@@ -37,7 +38,16 @@ from ..schedule.lookup import resolve
 from . import attention_calls
 from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
-from .mixers.calls import LAST, is_mixer, keeps_function, route_kept, route_loaded, running_mixer, watching
+from .mixers.calls import (
+    LAST,
+    is_installed,
+    is_mixer,
+    keeps_function,
+    route_kept,
+    route_loaded,
+    running_mixer,
+    watching,
+)
 from .mixing import GATHER, NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
 from .model import Model, model_of
 
@@ -321,7 +331,7 @@ class FirstForward(EnteredMode):
     def _inspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         spelling, caller = attention_calls.spelled(func), next(running_modules(), self.model.root)
         counts = spelling is None and not self.warned and takes_positions(func, caller)
-        mixes = not self.known and getattr(func, "__name__", "") in MIXING_CALLS and running_mixer() is None
+        mixes = getattr(func, "__name__", "") in MIXING_CALLS and self._watches_mixing()
         # All frames are walked for few functions only.
         if not (spelling or counts or mixes) or not is_running(self.model.root):
             return
@@ -337,6 +347,14 @@ class FirstForward(EnteredMode):
         name = self.model.names.get(id(caller), "")
         if not self.model.allows(name):
             self._add(caller, name, spelling, length, _NOT_REPLACED if self.known else _NO_KEYS)
+
+    def _watches_mixing(self) -> bool:
+        """True for a call in a model that the user has written, and of the user's own code in a mixer. (A block watches
+        by itself.)"""
+        mixer = running_mixer()
+        if self.known or (mixer is not None and mixer.module is None):
+            return False
+        return mixer is None or not is_installed(calling_file())
 
     def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuse a recurrence, or a convolution, that no mixer routes, if it may be over this rank's share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -164,6 +165,40 @@ def test_functions_are_routed_in_whatever_keeps_them(ranks: Ranks) -> None:
     """Before, the recurrence of all of these began anew on each rank, in a block and in a plan."""
     for found in ranks(2, kept_in_any_way):
         assert len(found) == 24 and all(error <= 1e-12 for error in found.values()), found
+
+
+BOTH_WAYS = """
+class BothWays(mixer.Mixer):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x.flip(1)).flip(1)
+"""
+
+
+@on_ranks
+def flips() -> dict[str, list[int]]:
+    """Warnings of two forwards of mixers of a plan."""
+    mesh, kinds, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {"right: one way": mixer.Mixer}, {}
+    for file in ("tests.own", "right: fla.layers.both_ways"):
+        names: dict[str, Any] = {"mixer": mixer, "__name__": file.rpartition(" ")[2]}
+        exec(BOTH_WAYS, names)
+        kinds[file] = names["BothWays"]
+    for name, kind in kinds.items():
+        model = parallelize_module(mixer.make(kind), mesh, {"layers.*": RecurrentContextParallel()})
+        x = ContextParallelHandler(mesh, "contiguous").dispatch(inputs(), 1)
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model(x)
+            found.setdefault(name, []).append(
+                sum("calls flip on a tensor (2, 12, 8)" in str(w.message) for w in caught)
+            )
+    return found
+
+
+def test_flips_in_a_users_mixer_are_warned_of(ranks: Ranks) -> None:
+    """A recurrence that is routed passes states forward; the way back of a share is none of the sequence."""
+    for found in ranks(2, flips):
+        assert found.pop("tests.own") == [2, 0] and set(map(tuple, found.values())) == {(0, 0)}
 
 
 def test_mixers_are_found_whatever_the_names_of_their_functions() -> None:

@@ -501,16 +501,24 @@ def route_loaded() -> None:
             if not file.startswith("torch."):
                 _put_in_front_of_kept(names, name, value, file)
         _routed.add(file)
-        spec, package = names.get("__spec__"), file.partition(".")[0]
-        if package not in _INSTALLED and "site-packages" not in str(getattr(sys.modules.get(package), "__file__", "")):
-            _own[file] = spec
+        if not is_installed(file):
+            _own[file] = names.get("__spec__")
 
 
 _routed: set[str] = set()
 """The files whose functions have been routed."""
 _own: dict[str, Any] = {}
 """Those that are not of an installed package, with what they were loaded by."""
-_INSTALLED = {*sys.stdlib_module_names, LIBRARY}
+PACKAGES = ("fla", "mamba_ssm", "causal_conv1d", "transformers")
+"""The packages whose functions are those of :data:`ROUTED`. Others may bear a name and compute something else."""
+_INSTALLED = {*sys.stdlib_module_names, LIBRARY, *PACKAGES, "torch", "accelerate", "diffusers", "peft"}
+
+
+def is_installed(file: str) -> bool:
+    """True for the file of an installed package, of Python and of this library; False for one of the user's."""
+    package = file.partition(".")[0]
+    where = str(getattr(sys.modules.get(package), "__file__", ""))
+    return package in _INSTALLED or "site-packages" in where or "dist-packages" in where
 
 
 def _put_in_front_of_kept(names: dict[str, Any], name: str, value: Any, file: str) -> None:
@@ -536,7 +544,7 @@ def _put_in_front(names: dict[str, Any], name: str) -> None:
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    replacement, known = ROUTED[name], (original.__module__ or "").split(".")[0] in _KNOWN
+    replacement, known = ROUTED[name], (original.__module__ or "").split(".")[0] in PACKAGES
     # By mesh: on another one, some of its ranks may not have met the function yet.
     compared: WeakKeyDictionary[BatchState, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
@@ -560,10 +568,6 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     routed.hyper_cp_routes = name  # type: ignore[attr-defined]
     return routed
-
-
-_KNOWN = ("fla", "mamba_ssm", "causal_conv1d", "transformers")
-"""The packages whose functions are those of :data:`ROUTED`. Others may bear a name and compute something else."""
 
 
 def _compare(
