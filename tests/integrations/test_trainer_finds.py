@@ -481,7 +481,7 @@ def counts_labels(directory: str, averages: bool, divides: bool) -> tuple[int, f
 
 
 def test_counts_of_labels_that_are_not_divided_are_warned_of(ranks: Any, tmp_path: Any) -> None:
-    """What the warning advises is right."""
+    """Its advice is right."""
     for said, _ in ranks(2, counts_labels, str(tmp_path), False, False):
         assert said == 1
     for said, wrong in ranks(2, counts_labels, str(tmp_path), False, True):

@@ -43,6 +43,11 @@ def _where(module: nn.Module, state: ForwardState) -> dict[str, Any]:
 
 def convolved(conv: Any, state: ForwardState, x: Tensor) -> Tensor:
     """The forward of a convolution, without what its padding adds behind the sequence, ``[B, C, S/n]``."""
+    if not isinstance(conv, nn.Conv1d):
+        raise NotImplementedError(
+            f"the convolution of RecurrentGemma is a {type(conv).__name__}, whose forward would not be called: an "
+            "adapter, say. Leave conv_1d out of its target_modules"
+        )
     return causal_conv1d(x, conv.weight.squeeze(1), conv.bias, **_where(conv, state))
 
 
