@@ -48,7 +48,7 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         The module, whose results have the same shapes as before.
 
     Raises:
-        ValueError: if the module mixes positions, or is sharded inside by FSDP2.
+        ValueError: if the module is known, by its type or its name, to mix positions, or is sharded inside by FSDP2.
         TypeError: in a call with several tensors, or with one inside of a list.
         NotImplementedError: in a call with a backward, if the module writes to its input in place.
         RuntimeError: in backward, if weights or buffers were changed in place or replaced since forward.
