@@ -361,7 +361,8 @@ def gather_ranks(axes: Sequence[Axis], x: Tensor) -> Tensor:
     for axis in axes:
         if axis.size > 1:
             wire = axis.all_gather(wire).wait()
-    return wire.view(x.dtype).view(math.prod(axis.size for axis in axes), *x.shape)
+    whole = wire.view(torch.bool) if x.dtype == torch.bool else wire
+    return whole.view(math.prod(axis.size for axis in axes), *x.shape)
 
 
 def gather_by_keys(axes: Sequence[str], x: Tensor) -> Tensor:
