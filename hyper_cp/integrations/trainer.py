@@ -25,9 +25,10 @@ from ..mesh.agreement import digest
 from ..module.mesh_binding import binding_of
 from ..style import ContextParallel
 from .accelerate import cp_mesh, enable
-from .huggingface.checks import POOLED, base_of, decoder_of, has_head
+from .huggingface.checks import POOLED, base_of, decoder_of
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.pooled import PooledHook
+from .huggingface.seams import has_head
 from .huggingface.two_sequences import stacks_of
 from .own_loss import WatchedLoss, replaces
 from .transformers import prepare_batch, prepare_model

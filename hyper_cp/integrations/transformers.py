@@ -64,7 +64,6 @@ from .huggingface.checks import (
     counts_mask,
     decoder_of,
     has_attention,
-    has_head,
     is_media,
     makes_mask,
     masks_by_types,
@@ -97,7 +96,7 @@ from .huggingface.modules import (
 from .huggingface.outputs import TupleOutput, check_ignored
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
-from .huggingface.seams import CACHE, CACHES, cache_in
+from .huggingface.seams import CACHE, CACHES, cache_in, has_head
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
 from .huggingface.written import bias_all_ranks, record, written_attention
 

@@ -31,6 +31,7 @@ from .checks import (
     check_head_weights,
     check_latents,
     check_local,
+    requires_gradient,
 )
 from .differentiable import refuse_forward_mode
 
@@ -387,7 +388,7 @@ def rank_and_row(resolved: ResolvedLayout, position: int) -> tuple[int, int]:
 def refuse_gradients(caller: str, *tensors: Tensor) -> None:
     """Raise ``NotImplementedError`` if a tensor wants a gradient, or has a tangent."""
     refuse_forward_mode(caller, *tensors)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if requires_gradient(*tensors):
         raise NotImplementedError(
             f"{caller}: a tensor of shape {next(tuple(x.shape) for x in tensors if x.requires_grad)} requires a "
             "gradient. A split cache gives none: new tokens attend to keys of other ranks without a backward. Decode "

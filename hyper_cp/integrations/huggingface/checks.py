@@ -35,7 +35,7 @@ from .modules import (
 )
 from .pooled import pool_in_code, poolers_of, pools_by_itself
 from .relative import relative_modules
-from .seams import in_file, is_foreign, own_forward, source_of
+from .seams import has_head, in_file, is_foreign, own_forward, source_of
 from .selected import LAYER, selects
 from .two_sequences import HEADS, stacks_of, takes_media
 from .written import makes_biases, writes_out, written_attention
@@ -89,11 +89,6 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return inner[0] if headed and len(inner) == 1 else found
 
 
-def has_head(model: nn.Module, names: re.Pattern[str]) -> bool:
-    """True if a model, or a class that it is derived from, has one of these names."""
-    return any(names.search(kind.__name__) for kind in type(model).__mro__)
-
-
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     _check_runs(model)
@@ -112,7 +107,7 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
                 "model with the whole batch on every rank"
             )
         why = "without a head that predicts the tokens of its target"
-        if HEADS.search(type(model).__name__):
+        if has_head(model, HEADS):
             why = "that makes the input of its decoder by a function which prepare_model does not know"
         if takes_media(model.get_encoder()):
             why = "whose encoder takes images or audio by itself, which prepare_model does not share out"

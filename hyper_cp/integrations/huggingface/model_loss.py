@@ -162,9 +162,8 @@ class LossCheck:
             own = torch.tensor([self.late, _adds_to_loss(model, kwargs, output), labels], device=loss.device)
             late, other, counts = by_rank(mesh, own).mT.tolist()
             wrong = "late" if any(late) else "other" if any(other) else None
-            if (
-                wrong is None and loss_of_user(model) is not None and min(counts) > 1
-            ):  # on all ranks: it may communicate
+            # The same on all ranks: a function of the user's may communicate.
+            if wrong is None and loss_of_user(model) is not None and min(counts) > 1:
                 own = torch.tensor([_takes_mean(model, kwargs, output)], device=loss.device)
                 wrong = "mean" if by_rank(mesh, own).any() else None
         if wrong is not None:

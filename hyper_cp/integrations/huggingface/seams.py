@@ -157,6 +157,11 @@ def own_forward(module: nn.Module) -> Any:
     return function if hasattr(function, "__code__") and is_foreign(function) else None
 
 
+def has_head(model: nn.Module, names: re.Pattern[str]) -> bool:
+    """True if a model, or a class that it is derived from, has one of these names."""
+    return any(names.search(kind.__name__) for kind in type(model).__mro__)
+
+
 def loss_of_user(model: nn.Module) -> Any:
     """The loss function that the forward of a model calls, if a user has written it (set on the model, as a method or
     property of its class, or in transformers' table of losses); None if it is one of transformers."""
@@ -206,6 +211,7 @@ def is_foreign_code(function: Any) -> bool:
     return not str(file).startswith(LIBRARIES)
 
 
+@cache
 def _parsed(code: Any) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(code)))

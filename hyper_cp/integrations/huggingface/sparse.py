@@ -54,10 +54,9 @@ def prepare(decoder: nn.Module) -> None:
     """Let the sparse attention of a decoder run over all ranks."""
     inkling.leave_out_distances(decoder)
     for module in decoder.modules():
-        for replaced in REPLACED:
-            if replaced.methods and replaced.is_kind(type(module)):
-                _refuse_changed(module)
-            for path, function in replaced.methods.items() if replaced.is_kind(type(module)) else ():
+        for replaced in (x for x in REPLACED if x.methods and x.is_kind(type(module))):
+            _refuse_changed(module)
+            for path, function in replaced.methods.items():
                 child, _, name = path.rpartition(".")
                 owner = attrgetter(child)(module) if child else module
                 setattr(owner, name, partial(_over_all_ranks, function, owner, name))

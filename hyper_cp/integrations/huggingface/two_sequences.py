@@ -21,7 +21,7 @@ from ...module.mesh_binding import Binding
 from ...style import style_of
 from .media import METHODS
 from .outputs import check_ignored
-from .seams import CACHES, code_of_user, in_file, loss_of_user, source_of, words_in
+from .seams import CACHES, code_of_user, has_head, in_file, loss_of_user, source_of, words_in
 
 CROSS = re.compile(r"(^|\.)(encoder_attn|EncDecAttention|cross_attn|cross_attention|crossattention)($|\.)")
 """Names of modules whose keys are those of an encoder."""
@@ -61,8 +61,7 @@ def takes_media(encoder: nn.Module) -> bool:
 def stacks_of(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel] | None:
     """The encoder and the decoder of an encoder-decoder with a head of tokens, whose source is tokens or embeddings;
     None for other models."""
-    headed = any(HEADS.search(kind.__name__) for kind in type(model).__mro__)
-    if not (model.config.is_encoder_decoder and headed and shifted_by(model)):
+    if not (model.config.is_encoder_decoder and has_head(model, HEADS) and shifted_by(model)):
         return None
     encoder, decoder = model.get_encoder(), model.get_decoder()
     inside = decoder.get_decoder() if isinstance(decoder, PreTrainedModel) else None
