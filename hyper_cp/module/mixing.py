@@ -73,9 +73,46 @@ def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Coll
     return any(x.shape[d] in lengths for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim)
 
 
-def _along_dim_after_number(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    given = kwargs.get("dim", kwargs.get("dims", args[2] if len(args) > 2 else -1))
-    return _along_dim(x, (x, given), {}, lengths)
+Along = Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool]
+
+
+def _along_third(default: int | tuple[int, ...] | None) -> Along:
+    """For functions whose third argument is a dimension, or several; None: all."""
+
+    def along(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+        given = kwargs.get("dim", kwargs.get("dims", args[2] if len(args) > 2 else default))
+        return _along_dim(x, (x, tuple(range(x.ndim)) if given is None else given), {}, lengths)
+
+    return along
+
+
+def _always_along(dim: int) -> Along:
+    return lambda x, args, kwargs, lengths: _along_dim(x, (x, dim), {}, lengths)
+
+
+def _shifted(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """True if one side of a dimension is cut off, and the other is filled up."""
+    pad: Any = kwargs.get("pad", args[1] if len(args) > 1 else ())
+    sides = zip(pad[::2], pad[1::2], x.shape[::-1], strict=False)
+    return any(left * right < 0 and size in lengths for left, right, size in sides)
+
+
+def _unfolded(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """True for windows that overlap, of a tensor (whose arguments are a dimension, a size and a step) or of pixels. The
+    tensor may have been padded before by what a window reaches."""
+    of_tensor = [*args[1:], *(kwargs[name] for name in ("dimension", "size", "step") if name in kwargs)]
+    if len(of_tensor) > 2:
+        dim, size, step = of_tensor
+        windows = [(x.shape[dim], size, step)]
+    else:
+        each = (
+            kwargs.get("kernel_size", of_tensor[0] if of_tensor else 1),
+            kwargs.get("dilation", 1),
+            kwargs.get("stride", 1),
+        )
+        sizes = zip(x.shape[-2:], *(_each(n, 2) for n in each), strict=False)
+        windows = [(n, (kernel - 1) * dilation + 1, step) for n, kernel, dilation, step in sizes]
+    return any(0 <= n - length < size and step < size for n, size, step in windows for length in lengths)
 
 
 @dataclass(frozen=True)
@@ -88,7 +125,7 @@ class Mixing:
     functions: tuple[str, ...] = ()
     harmless: Callable[[Any], bool] = lambda module: False
     """True for a module of these types that treats every position by itself."""
-    along: Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool] = lambda *_: False
+    along: Along = lambda *_: False
     """True if a function, called with an input and these arguments, mixes one of these numbers of positions."""
     instead: str = GATHER
     """The way out, as a sentence without its full stop; ``{0}`` is the names of the modules."""
@@ -96,6 +133,13 @@ class Mixing:
     """False where the sequence is seldom the dimension that is mixed, or harm is not sure."""
     warned: bool = False
     """True: such a call is warned of. Else ``verify`` takes what is not refused for evidence only."""
+
+
+_SHIFT = f"{GATHER}, use handler.roll_tensor for a shift"
+
+
+def _fourier(dims: str) -> tuple[str, ...]:
+    return tuple(f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir", "h", "ih"))
 
 
 TABLE = (
@@ -165,10 +209,26 @@ TABLE = (
     Mixing(
         "shifts or selects positions",
         functions=("roll", "diff", "topk"),
-        along=_along_dim_after_number,
-        instead=f"{GATHER}, use handler.roll_tensor for a shift",
+        along=_along_third(-1),
+        instead=_SHIFT,
         refused=False,
         warned=True,
+    ),
+    *(
+        Mixing(does, functions=functions, along=along, instead=instead, refused=False, warned=True)
+        for does, functions, along, instead in (
+            ("shifts positions", ("pad", "constant_pad_nd"), _shifted, _SHIFT),
+            ("takes windows of positions", ("unfold",), _unfolded, GATHER),
+            ("transforms positions", _fourier(""), _along_third(-1), GATHER),
+            ("transforms positions", _fourier("2"), _along_third((-2, -1)), GATHER),
+            ("transforms positions", _fourier("n"), _along_third(None), GATHER),
+            ("transforms positions", ("stft",), _always_along(-1), GATHER),
+            ("turns positions", ("rot90",), _along_third((0, 1)), GATHER),
+            ("turns or orders positions", ("flipud", "msort"), _always_along(0), GATHER),
+            ("turns or sums up positions", ("fliplr", "local_response_norm"), _always_along(1), GATHER),
+            ("differentiates positions", ("gradient",), _along_third(None), GATHER),
+            ("scans positions", ("cumulative_trapezoid",), _along_third(-1), GATHER),
+        )
     ),
     Mixing(
         "reduces positions",

@@ -99,6 +99,23 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         ("roll", (x, 1, 2)),
         ("topk", (x, 2)),
         ("sum", (x, (0, 2))),
+        ("fft_fft", (x,)),
+        ("fft_rfft", (x.mT, 16, 1)),
+        ("fft_fft2", (x.mT,)),
+        ("fft_ifftn", (x.mT[..., None],)),
+        ("stft", (x[0], 4)),
+        ("pad", (x, (1, -1))),
+        ("constant_pad_nd", (x.mT, (0, 0, -2, 2))),
+        ("unfold", (torch.zeros(2, 10, 3), 1, 3, 1)),  # padded by hand, by what a window reaches
+        ("unfold", (x[:, None], (1, 3))),
+        ("unfold", (x[:, None], 3)),
+        ("fliplr", (x.mT,)),
+        ("flipud", (x[0].mT,)),
+        ("rot90", (x, 2, (1, 2))),
+        ("msort", (x[0].mT,)),
+        ("gradient", (x,)),
+        ("cumulative_trapezoid", (x,)),
+        ("local_response_norm", (x.mT, 3)),
     ]
     harmless = [
         ("conv1d", (x, narrow)),
@@ -113,9 +130,29 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         ("max_pool2d", (x[:, None], (3, 1))),
         ("adaptive_avg_pool2d", (x[:, None], (1, 8))),
         ("linear", (x, wide)),
+        ("fft_fft", (x.mT,)),
+        ("fft_rfft", (x, None, 1)),
+        ("fft_fft2", (x[..., None, None],)),
+        ("pad", (x, (2, 0))),
+        ("pad", (x, (0, -1))),
+        ("pad", (x, (0, 0, 1, -1))),
+        ("unfold", (x, 2, 4, 4)),
+        ("unfold", (x, 1, 2, 1)),
+        ("unfold", (x[:, None], (3, 1))),
+        ("fliplr", (x,)),
+        ("rot90", (x,)),
+        ("cumulative_trapezoid", (x.mT,)),
     ]
     assert all(row_of_call(name, args, {}, {8}) for name, args in mixing_calls)
     assert not any(row_of_call(name, args, {}, {8}) for name, args in harmless)
+    for dim in (1, 2):
+        windows = {"dimension": dim, "size": 2, "step": 1}
+        known = [
+            row_of_call(name, (x,), given, {8}) for name, given in (("unfold", windows), ("gradient", {"dim": dim}))
+        ]
+        assert list(map(bool, known)) == [dim == 2] * 2
+    assert row_of_call("unfold", (x[:, None],), {"kernel_size": 3, "stride": 2}, {8})
+    assert not row_of_call("unfold", (x[:, None],), {"kernel_size": 2, "stride": 2}, {8})
     assert row_of_call("softmax", (x,), {"dim": 2}, {8}) and not row_of_call("softmax", (x,), {"dim": 1}, {8})
 
 
@@ -462,6 +499,11 @@ def by_hand(block: bool) -> dict[str, list[int]]:
         "roll": lambda x: x.roll(1, 2),
         "topk": lambda x: x.topk(2),
         "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+        "fft": lambda x: torch.fft.irfft(torch.fft.rfft(x, 16), 16),
+        "pad": nn.ConstantPad1d((1, -1), 0),
+        "unfold": lambda x: F.pad(x, (2, 0)).unfold(2, 3, 1),
+        "fliplr": lambda x: x.mT.fliplr(),
+        "right: pad and windows of channels": lambda x: F.pad(x.mT, (1, -1)).unfold(2, 3, 1),
         "right: mean": lambda x: x.mean(-1),
         "right: channels": lambda x: (x.cumsum(1), x.roll(1, 1), x.topk(2, dim=1)),
     }
