@@ -40,6 +40,7 @@ from .dispatch_mode import EnteredMode, current_call
 from .mesh_binding import Binding, describe
 from .mixers.calls import (
     LAST,
+    ROUTED,
     is_installed,
     is_mixer,
     keeps_function,
@@ -363,7 +364,7 @@ class FirstForward(EnteredMode):
         length = next((x.shape[-1 if name in LAST else 1] for x in args if isinstance(x, Tensor) and x.ndim > 2), None)
         caller = next(running_modules(), self.model.root)
         if not self.model.allows(place := self.model.names.get(id(caller), "")):
-            self._add(caller, place, name, length, _NO_STATES)
+            self._add(caller, place, name, length, _NO_STATES if name in ROUTED else _NOT_ROUTED)
 
     def _add(self, caller: nn.Module, name: str, function: str, length: int | None, end: str) -> None:
         self.unrouted.append((name, f"module {name!r} ({type(caller).__name__}) calls {function}", length, end))
@@ -452,6 +453,13 @@ _NO_STATES = (
     "and is not under RecurrentContextParallel: its states would begin anew on every rank. Add the module to the plan, "
     "with RecurrentContextParallel, and call the function by its name in a method of that module, or in a function of "
     "its file. If that is not the split sequence,"
+)
+
+
+_NOT_ROUTED = (
+    "which context parallelism does not route: it sees none of the other ranks' positions. Call handler.roll_tensor, "
+    "hyper_cp.ops.causal_conv1d, F.scaled_dot_product_attention or flex_attention in its place. If that is not the "
+    "split sequence,"
 )
 
 

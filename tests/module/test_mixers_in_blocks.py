@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler, RecurrentContextParallel, context_parallel
+from hyper_cp.module.mixers import calls
 from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
 from tests.harness import mixer, modules
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
@@ -363,6 +364,69 @@ def test_recurrences_that_nothing_routes_are_refused(ranks: Ranks, kind: type[Ca
         assert not wrong and raised.keys() == {"block", "plan", "attention alone"}
         for name in ("block", "plan"):
             assert "calls a recurrence that context parallelism does not route" in raised[name], raised
+
+
+def token_shift(x: Tensor) -> Tensor:
+    return F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) - x
+
+
+def parallel_forgetting_attn(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
+    return v + g.cumsum(1), None
+
+
+def fused_attnres(x: Tensor) -> Tensor:
+    return x
+
+
+token_shift.__module__ = parallel_forgetting_attn.__module__ = fused_attnres.__module__ = "fla.modules.some"
+
+
+class Shifts(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return chunk_gla(*args[:2], token_shift(args[2]), args[3])
+
+
+class Forgets(Calls):
+    def call(self, *args: Tensor) -> Any:
+        return parallel_forgetting_attn(*args)
+
+
+class OverDepth(Calls):
+    """A function of fla that mixes no positions, and one of a user with the name of one that does."""
+
+    def call(self, *args: Tensor) -> Any:
+        return chunk_gla(*args[:2], fused_attnres(causal_conv1d_of_user(args[2])), args[3])
+
+
+def causal_conv1d_of_user(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+causal_conv1d_of_user.__name__ = "causal_conv1d"
+
+
+@pytest.mark.parametrize("kind", [Shifts, Forgets, OverDepth])
+def test_other_functions_of_fla_are_refused(ranks: Ranks, kind: type[Calls]) -> None:
+    """Before, they ran over a share, beside a recurrence that is routed, in attention's place, and in a block."""
+    for wrong, raised in ranks(2, called_of_fla, kind):
+        if kind is OverDepth:
+            assert wrong.keys() == {"block", "plan"} and max(wrong.values()) <= 1e-10, (wrong, raised)
+            continue
+        assert not wrong and raised.keys() == {"block", "plan", "attention alone"}
+        refused = "calls a token shift, a convolution, attention or a whole mixer of fla"
+        assert refused in raised["block"] and (refused in raised["plan"]) == (kind is Shifts), raised
+        assert kind is Shifts or "parallel_forgetting_attn on this rank's share" in raised["attention alone"], raised
+
+
+@on_ranks
+def called_of_fla(kind: type[Calls]) -> Any:
+    calls._routed.discard(__name__)  # before fla was loaded
+    sys.modules["fla.ops"] = ops = ModuleType("fla.ops")
+    ops.__all__ = ["chunk_gla", "parallel_forgetting_attn", "fused_attnres"]  # type: ignore[attr-defined]
+    try:
+        return called(kind)
+    finally:
+        del sys.modules["fla.ops"]
 
 
 CELL = """

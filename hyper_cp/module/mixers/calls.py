@@ -264,6 +264,16 @@ def _unknown(mixer: RunningMixer, *_: Any, **__: Any) -> None:
     )
 
 
+def _not_routed(mixer: RunningMixer, *_: Any, **__: Any) -> None:
+    """A function of such a package that mixes positions in another way."""
+    raise NotImplementedError(
+        f"{mixer.name} calls a token shift, a convolution, attention or a whole mixer of fla or mamba_ssm that "
+        "context parallelism does not route. It would see this rank's share of the sequence only. Call "
+        "handler.roll_tensor, causal_conv1d_fn, F.scaled_dot_product_attention, flex_attention or selective_scan_fn in "
+        "its place"
+    )
+
+
 # --------------------------------------------------------------------------- the table
 
 _KINDS = (
@@ -290,6 +300,15 @@ ROUTED: dict[str, Callable[..., Any]] = {
 }
 """The functions by the names that they have in the files of mixers."""
 
+NOT_ROUTED: dict[str, tuple[str, ...]] = {
+    "fla": ("token_shift", "fused_token_shift", "causal_conv1d", "parallel_attn", "parallel_path_attn"),
+    "mamba_ssm": ("mamba_inner_fn_no_out_proj", "bimamba_inner_fn"),
+}
+"""Functions of packages that are refused, beside those that ``fla.ops`` exports. Functions of other files with these
+names are not touched."""
+_ALONG = ("chunk_", "fused_chunk_", "fused_recurrent_", "parallel_")
+"""What the names of functions begin with that ``fla.ops`` exports and that run along the sequence."""
+
 
 LAST = {name for name, function in ROUTED.items() if function in (_convolution, _selective_scan)}
 """Those whose tensors end with the sequence; in others it is dimension 1, beside the heads."""
@@ -302,7 +321,7 @@ class Watch(Protocol):
     """The watch of a model's first forward."""
 
     def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
-        """Raise if a function of :data:`ROUTED` should have been routed."""
+        """Raise if a function of :data:`ROUTED` should have been routed, or one that is not is called."""
 
 
 watching: ThreadStack[Watch] = ThreadStack()
@@ -320,12 +339,13 @@ def running_mixer() -> RunningMixer | None:
 
 def is_mixer(kind: type[nn.Module]) -> bool:
     """True if a method of a type of module calls one of the functions that are routed."""
-    return any(ROUTED[known] is not _unknown for names, x in _called(kind) if (known := _function_of(x, names.get(x))))
+    found = (_function_of(x, names.get(x)) for names, x in _called(kind))
+    return any(ROUTED.get(known, _unknown) is not _unknown for known in found if known)
 
 
 def gives_state(kind: type[nn.Module]) -> bool:
     """True if a mixer of this type calls a recurrence that can return its final state."""
-    return any(ROUTED[known] is _delta_rule for names, x in _called(kind) if (known := _function_of(x, names[x])))
+    return any(ROUTED.get(known) is _delta_rule for names, x in _called(kind) if (known := _function_of(x, names[x])))
 
 
 def keeps_function(module: nn.Module) -> bool:
@@ -335,10 +355,14 @@ def keeps_function(module: nn.Module) -> bool:
 
 def _function_of(name: str, value: Any) -> str | None:
     """The name in :data:`ROUTED` of a global or an attribute, which may have been imported under another name."""
-    if name in ROUTED:
-        return name
     # Not isinstance, which asks objects for their class: some warn, or load a module, when they are asked for anything.
-    return value.__name__ if type(value) is FunctionType and value.__name__ in ROUTED else None
+    own = value.__name__ if type(value) is FunctionType else ""
+    package = (value.__module__ or "").partition(".")[0] if own and own not in ROUTED else ""
+    if package in NOT_ROUTED:
+        exported = getattr(sys.modules.get(f"{package}.ops"), "__all__", ())
+        if own in NOT_ROUTED[package] or (own in exported and own.startswith(_ALONG)):
+            return own
+    return name if name in ROUTED else own if own in ROUTED else None
 
 
 def _unrouted(name: str, value: Any) -> str | None:
@@ -544,7 +568,7 @@ def _put_in_front(names: dict[str, Any], name: str) -> None:
 
 
 def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    replacement, known = ROUTED[name], (original.__module__ or "").split(".")[0] in PACKAGES
+    replacement, known = ROUTED.get(name, _not_routed), (original.__module__ or "").split(".")[0] in PACKAGES
     # By mesh: on another one, some of its ranks may not have met the function yet.
     compared: WeakKeyDictionary[BatchState, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
