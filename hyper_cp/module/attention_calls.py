@@ -377,7 +377,7 @@ def spelled(func: Any) -> str | None:
     """The name of a function that computes attention, also of one that cannot be routed; None for others."""
     if isinstance(func, _OPERATORS):
         return str(func) if _ATTENTION_OPERATOR.match(str(func)) else None
-    return ROUTED[func].spelling if func in ROUTED else None
+    return ROUTED[func].spelling if func in ROUTED else _BINDINGS.get(func)
 
 
 def key_of(func: Any) -> Any:
@@ -385,4 +385,9 @@ def key_of(func: Any) -> Any:
     return str(func) if isinstance(func, _OPERATORS) else func
 
 
+_BINDING = re.compile(
+    "_(scaled_dot_product|triton_(scaled_dot|multi_head)|native_multi_head|transformer_encoder_layer_fwd)"
+)
+_BINDINGS: dict[Any, str] = {x: f"torch.{name}" for name, x in vars(torch).items() if _BINDING.match(name)}
+"""Functions of PyTorch in front of such operators, with their names."""
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))

@@ -447,6 +447,22 @@ def test_functions_that_mix_positions_in_a_block(ranks: Any) -> None:
                 assert text.endswith("exempt it from this check: context_parallel(..., allow=('mixing',))[]")
 
 
+@on_ranks
+def bindings() -> dict[str, str]:
+    """Errors of attention by PyTorch's own functions in front of its operators, in a block."""
+    q, names = torch.zeros(1, 2, 8, 8), ("attention_math", "flash_attention_for_cpu")
+    with context_parallel(cp_mesh(), buffers=[torch.zeros(1, 16)], buffer_seq_dims=[1]):
+        return {
+            name: error_of(lambda name=name: getattr(torch, f"_scaled_dot_product_{name}")(q, q, q)) for name in names
+        }
+
+
+def test_functions_in_front_of_operators_are_refused_as_these(ranks: Any) -> None:
+    for found in ranks(2, bindings):
+        for name, error in found.items():
+            assert error.startswith("NotImplementedError") and f"calls torch._scaled_dot_product_{name}" in error, error
+
+
 # --------------------------------------------------------------------------- functions that a model calls itself
 
 
