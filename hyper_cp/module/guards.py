@@ -139,7 +139,7 @@ def _mixing_call(
     """The row of a function that mixes positions of a share, the module that calls it, and both in words; None for
     other calls, for which no model is looked up, and in modules that are exempted."""
     row = row_of_call(func.__name__, args, kwargs, lengths)
-    if row is None or not (row.refused or row.warned) or called_by_library():
+    if row is None or not (row.refused or row.warned) or called_by_library() or calling_file() == _OF_MASKS:
         return None
     model, caller = find_model(), next(iter(running_modules()), None)
     name = model.names.get(id(caller), "") if model else ""
@@ -148,6 +148,10 @@ def _mixing_call(
     x: Tensor = args[0] if args else kwargs["input"]
     who = f"module {name!r} ({type(caller).__name__}) calls {func.__name__}" if model else f"{func.__name__} is called"
     return row, name, f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence"
+
+
+_OF_MASKS = "transformers.masking_utils"
+"""It finds packed documents by the positions of a share, of which the warnings of packed batches tell."""
 
 
 def _warn_of_mixing(row: Mixing, what: str, exempts: str) -> None:
@@ -269,8 +273,8 @@ def _watched(root: nn.Module) -> bool:
 
 
 def watch(root: nn.Module, known: bool = False) -> None:
-    """Watch the next forward of a model for attention that is not routed, for positions counted locally and, unless it
-    is a model that is ``known``, for functions that mix positions."""
+    """Watch the next forward of a model for attention that is not routed, for positions counted locally and for
+    functions that mix positions. Of a model that is ``known`` the user's own code only is watched for these."""
     first = FirstForward(known)
     root.register_forward_pre_hook(first.before, prepend=True)
     root.register_forward_hook(first.after, always_call=True)
@@ -350,12 +354,12 @@ class FirstForward(EnteredMode):
             self._add(caller, name, spelling, length, _NOT_REPLACED if self.known else _NO_KEYS)
 
     def _watches_mixing(self) -> bool:
-        """True for a call in a model that the user has written, and of the user's own code in a mixer. (A block watches
-        by itself.)"""
+        """True for a call in a model that the user has written, and of the user's own code in a mixer and in a model
+        that is known. (A block watches by itself.)"""
         mixer = running_mixer()
-        if self.known or (mixer is not None and mixer.module is None):
+        if mixer is not None and mixer.module is None:
             return False
-        return mixer is None or not is_installed(calling_file())
+        return (mixer is None and not self.known) or not is_installed(calling_file())
 
     def inspect_recurrence(self, name: str, args: tuple[Any, ...]) -> None:
         """Refuse a recurrence, or a convolution, that no mixer routes, if it may be over this rank's share."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_cp import ContextParallel
+from hyper_cp import ContextParallel, context_parallel
 from hyper_cp.cli.modes import named_modes
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import tiny_causal
@@ -200,6 +202,75 @@ def documents_of_a_batch(layout: str) -> float:
 @pytest.mark.parametrize("layout", ["head_tail", "per_document"])
 def test_documents_of_a_batch_place_its_tokens(ranks: Any, layout: str) -> None:
     assert max(ranks(2, documents_of_a_batch, layout)) <= 1e-10
+
+
+# --------------------------------------------------------------------------- layers of the user's
+
+
+class Around(nn.Module):
+    """A function in front of a module of the model."""
+
+    def __init__(self, inner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.function(x))
+        return out
+
+
+@on_ranks
+def own_layers() -> dict[str, list[int]]:
+    """Warnings of two forwards of a prepared model: the user's code is in it, before or after it was prepared."""
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "roll": lambda x: x.roll(1, 1),
+        "fft": lambda x: torch.fft.fft(x, dim=1).real,
+        "right: channels": lambda x: x.flip(2),
+        "right: reduction": lambda x: x - x.mean(1, keepdim=True),
+    }
+    found: dict[str, list[int]] = {}
+    for name, call in calls.items():
+        for when in ("before", "after", "hook"):
+            model = make("llama")
+            layer = model.model.layers[1]
+            if when == "before":
+                layer.mlp = Around(layer.mlp, call)
+            model, handler = prepared(model, ulysses_degree=1)
+            if when == "after":
+                made = model.model.layers[1]
+                made.mlp = Around(made.mlp, call)
+            elif when == "hook":
+                model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args, call=call: (call(*args),))
+            local = prepare_batch(handler, batch_of())
+            for _ in range(2):
+                with warnings.catch_warnings(record=True) as caught, InDouble():
+                    warnings.simplefilter("always")
+                    model(**local)
+                counts = found.setdefault(f"{name}, {when}", [])
+                counts.append(sum("mixes positions" in str(x.message) for x in caught))
+    return found
+
+
+def test_a_users_code_in_a_prepared_model_is_watched(ranks: Any) -> None:
+    """That of transformers is known, and is not."""
+    for found in ranks(2, own_layers):
+        for name, counts in found.items():
+            assert counts == ([0, 0] if name.startswith("right") else [1, 0]), (name, counts)
+
+
+@on_ranks
+def unprepared_in_a_block() -> list[str]:
+    """Warnings of a model that is right as it is, and looks for packed documents in its positions."""
+    model, ids, at = make("llama").float(), batch_of()["input_ids"], torch.arange(24)[None]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with context_parallel(cp_mesh(), buffers=[ids, at], buffer_seq_dims=[1, 1], layout="contiguous"):
+            model(input_ids=ids, position_ids=at, use_cache=False)
+    return [str(x.message) for x in caught if "mixes positions" in str(x.message)]
+
+
+def test_masks_of_transformers_are_not_warned_of(ranks: Any) -> None:
+    assert ranks(2, unprepared_in_a_block) == [[], []]
 
 
 # --------------------------------------------------------------------------- recompute and compile
