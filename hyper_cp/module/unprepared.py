@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch.modules import frames_of
+from .._torch.modules import frames_of, running_modules
 from ..schedule.documents import read, tokens_of
 from ..schedule.lookup import resolve
 from .running_call import RunningCall
@@ -34,13 +34,17 @@ def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
     """
     mode, size = call.binding.style.mode, call.mesh.views[0].size
     code = getattr(getattr(sys.modules.get(_CALLER[0]), _CALLER[1], None), "__code__", None)
-    frame = next(frames_of(code, FRAMES), None) if code is not None and size > 1 else None
-    if frame is None:
+    if code is None or size == 1:
         return
-    module, whole = frame.f_locals["module"], length * size
+    frame = next(frames_of(code, FRAMES), None)
+    module: Any = next(running_modules(), None) if frame is None else frame.f_locals["module"]
     config: Any = getattr(module, "config", None)
+    if frame is None and not _is_configuration(config):  # a function of the user's calls attention, or another model
+        return
+    whole, given = length * size, frame.f_locals.get("kwargs", {}) if frame else {}
+    given = {"sliding_window": module.sliding_window} if frame is None and hasattr(module, "sliding_window") else given
     name, remedy = type(module).__name__, "Prepare it: hyper_cp.hf.prepare_model(model, mesh), and prepare_batch"
-    window = _window(module, config, frame.f_locals.get("kwargs", {}))
+    window = _window(module, config, given)
     if mode.window is None and window is not None and length < window < _longest(call.documents, whole):
         raise ValueError(
             f"{call.binding.name}: {name} has a window or chunks of {window} positions, and its model made no mask for "
@@ -56,6 +60,10 @@ def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
                 f"the largest position if that is {usual} or more. It is {max(ends) - 1}, and on some ranks the "
                 f"largest of their share is {min(ends) - 1}: ranks would rotate differently. {remedy}"
             )
+
+
+def _is_configuration(config: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(config).__mro__)
 
 
 def _window(module: nn.Module, config: Any, given: dict[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo import convert_frame
 from torch.distributed.device_mesh import init_device_mesh
@@ -898,15 +899,25 @@ def test_masks_of_some_ranks_are_found_by_all(ranks: Any) -> None:
         assert found.startswith("ValueError: ") and "the ranks of the cp mesh" in found, found
 
 
+def own_sdpa(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> tuple[Tensor, None]:
+    """An attention function of a user's, as models of transformers call it."""
+    options: dict[str, Any] = {"is_causal": mask is None, "scale": given.get("scaling"), "enable_gqa": True}
+    return F.scaled_dot_product_attention(q, k, v, mask, **options).transpose(1, 2).contiguous(), None
+
+
 @on_ranks
 def unprepared(name: str, way: str) -> tuple[str, float]:
     """The error of a model of transformers that is only routed, and its error where documents are short."""
     kind, changes, _ = UNPREPARED[name]
     model, mesh = model_of(kind, **changes), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    if way == "own function":
+        hf.AttentionInterface.register("own_sdpa", own_sdpa)
+        hf.AttentionMaskInterface.register("own_sdpa", hf.masking_utils.sdpa_mask)
+        model.set_attn_implementation("own_sdpa")
     ids, positions, mask = tokens(24)[:1], torch.arange(24)[None] % 12, torch.ones(1, 24, dtype=torch.int64)
     with InDouble():
         want = torch.cat([model(input_ids=x, use_cache=False).logits for x in ids.split(12, 1)], 1)
-    if way == "plan":
+    if way != "block":
         style = ContextParallel(qkv_indices=None, ulysses_degree=1, kv_exchange="ring")
         parallelize_module(model, mesh, {"model.layers.*.self_attn": style})
         handler = ContextParallelHandler(mesh, style)
@@ -928,7 +939,7 @@ def unprepared(name: str, way: str) -> tuple[str, float]:
     return error, absolute_error(found, want)
 
 
-@pytest.mark.parametrize("way", ["plan", "block"])
+@pytest.mark.parametrize("way", ["plan", "block", "own function"])
 @pytest.mark.parametrize("name", UNPREPARED)
 def test_lengths_of_shares_are_refused_in_models_that_are_not_prepared(ranks: Any, name: str, way: str) -> None:
     for error, off in ranks(2, unprepared, name, way):
