@@ -69,9 +69,10 @@ _NAMES = {
     "plan": "styled modules",
     "groups": "process groups",
     "gradients": "requires_grad of their tensors",
+    "angles": "angles of a position, which are made",
 }
 """The names of kinds and fields in errors."""
-_REMEDY = {
+REMEDY = {
     "shapes": "Every rank holds an equal share of one sequence: shard the batch with ContextParallelHandler.dispatch, "
     "which pads (pad_value=) lengths that do not split evenly",
     "documents": "Enter the same documents block on every rank, with global cumulative lengths",
@@ -90,6 +91,9 @@ _REMEDY = {
     "styles before you make the others",
     "steps": "Plan the lengths of the whole global batch on every rank, and run every step on every rank: "
     "one without a micro-batch too, whose loss is 0",
+    "angles": "If they depend on the longest position, give the module the attribute rope_type = 'dynamic': it then "
+    "gets the last position of the sequence behind its position_ids. Otherwise make them of each position by itself, "
+    "or of the length of the whole sequence",
     "degrees": "Call split_cp_mesh with the same degrees on every rank",
     "styled modules": "Apply one plan, with equal styles, to the same model on every rank",
 }
@@ -384,7 +388,7 @@ def _disagreement(
     }
     found = f"{does.get(kinds[0], 'call attention with different')} {names}"
     start = f"{caller}: the ranks of the {mesh} {found}: "
-    remedy = _REMEDY["batch" if batch else differ[0]] if batch or differ[0] in _REMEDY else _SAME_CALLS
+    remedy = REMEDY["batch" if batch else differ[0]] if batch or differ[0] in REMEDY else _SAME_CALLS
     if first is not None and differ[0] not in _DIGESTS:
         table = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(first[1]))
         return f"{start}{first[0]} ({table}). {remedy}"

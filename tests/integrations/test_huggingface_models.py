@@ -394,6 +394,49 @@ def test_rotary_embeddings_that_are_put_in_later(ranks: Any) -> None:
     assert max(ranks(2, changed_rotation)) <= 1e-10
 
 
+class OwnRotary(torch.nn.Module):
+    """A rotary embedding of a user's: of each position, of the longest one too, or of their distances to the first."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "longest, said":
+            self.rope_type = "dynamic"
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        at = position_ids - position_ids.min() if self.how == "from the first" else position_ids
+        longest = at.max() + 1 if "longest" in self.how else 1
+        angles = at[..., None] / (longest * 10.0 ** torch.arange(4.0, dtype=torch.float64)).repeat(2)
+        return angles.cos(), angles.sin()
+
+
+@on_ranks
+def own_rotary(how: str) -> tuple[float, str]:
+    """The error of a prepared model with such an embedding; what it raises, in two forwards."""
+    model = make("llama")
+    model.model.rotary_emb = OwnRotary(how)
+    oracle, (made, handler) = copy.deepcopy(model), prepared(model, ulysses_degree=1)
+    local = prepare_batch(handler, {"input_ids": tokens(24)})
+    with InDouble():
+        first, second = (error_of(lambda: made(**local)) for _ in range(2))
+        if first:
+            return 0.0, first if first == second else ""
+        got = made(**local).logits
+        return absolute_error(handler.combine(got, 1), oracle(input_ids=tokens(24)).logits), ""
+
+
+@pytest.mark.parametrize("how", ["each", "longest, said", "longest", "from the first"])
+def test_rotary_embeddings_of_users_that_read_other_positions(ranks: Any, how: str) -> None:
+    """Before, each rank rotated by the positions of its share."""
+    for error, raised in ranks(2, own_rotary, how):
+        assert error <= 1e-10
+        if how in ("each", "longest, said"):
+            assert not raised, raised
+        else:
+            assert raised.startswith("ValueError: module 'rotary_emb' (OwnRotary): the ranks of the cp mesh"), raised
+            assert "give the module the attribute rope_type = 'dynamic'" in raised
+
+
 @on_ranks
 def window_without_a_mask() -> float:
     """The error of a model with windows whose mask is taken away: SDPA does not know them then."""

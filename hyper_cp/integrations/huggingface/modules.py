@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +22,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..._torch.compiling import is_compiling
+from ..._torch.modes import unseen
 from ..._torch.modules import hook_owners, is_running
+from ...mesh.agreement import REMEDY
 from ...module.mixers.calls import RunningMixer, running_mixer
 from ...module.mixers.hooks import MixerHooks
 from ...module.thread_stack import ThreadStack
 from .attention import attention_forward
 from .forward import ForwardState, state_for
-from .seams import CACHE, set_implementation, source_of
+from .seams import CACHE, is_foreign, set_implementation, source_of
 
 _running: ThreadStack[tuple[nn.Module, TorchFunctionMode]] = ThreadStack()
 """The modules that run in a mode of this file."""
@@ -291,8 +294,13 @@ def prepare_rotary(decoder: nn.Module) -> int:
     """Hook the rotary embeddings of a decoder that depend on the longest position, and return their number.
 
     They take the maximum of the position ids that they are given, and a rank has only its own share of them. So the
-    last position of the whole sequence is appended to the ids, and its row removed from the table.
+    last position of the whole sequence is appended to the ids, and its row removed from the table. What a user's
+    embedding takes of its ids is not known: its angles are compared in the first forward.
     """
+    for name, module in decoder.named_modules():
+        if _is_own_rotary(name, module) and module not in _compared:
+            _compared.add(module)
+            module.register_forward_hook(_ComparedAngles(name).compare, with_kwargs=True)
     found = [module for module in decoder.modules() if _kinds(module) - STATIC]
     for module in found:
         if not any(isinstance(owner, _LastPosition) for owner in hook_owners(module)):
@@ -329,6 +337,73 @@ class _LastPosition:
         if isinstance(output, Tensor):
             return output.narrow(-2, 0, output.shape[-2] - 1)
         return type(output)(x.narrow(-2, 0, x.shape[-2] - 1) for x in output)
+
+
+_ROTARY = re.compile("[Rr]otary|R[oO]PE|Rope|(^|_)rope")
+_compared: WeakSet[nn.Module] = WeakSet()
+"""Rotary embeddings of users that have the hook."""
+
+
+def _is_own_rotary(name: str, module: nn.Module) -> bool:
+    """True for a rotary embedding of a user's, which has tables, and no weights, and does not say that it depends on
+    the longest position."""
+    named = _ROTARY.search(name.rpartition(".")[2]) or _ROTARY.search(type(module).__name__)
+    own = named and is_foreign(type(module)) and not _kinds(module) - STATIC
+    return bool(own) and all(p.ndim < 2 for p in module.parameters())
+
+
+class _ComparedAngles:
+    """The hook of a user's rotary embedding. The angles of this rank's tokens must be those that they have beside the
+    first and the last position of the sequence."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.compared = name, False
+
+    def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        state = state_for(module)
+        if self.compared or is_compiling() or not isinstance(state, ForwardState):
+            return
+        outputs = _tables(output)
+        positions: Any = kwargs.get("position_ids", next((x for x in args if _counts(x)), None))
+        if not outputs or not _counts(positions):
+            return
+        last = torch.as_tensor(state.batch.last_position, dtype=positions.dtype, device=positions.device)
+        ends = torch.stack([torch.zeros_like(last), last]).expand(*positions.shape[:-1], 2)
+        longer = torch.cat([positions, ends], -1)
+        given = [longer if x is positions else x for x in args]
+        named = {key: longer if x is positions else x for key, x in kwargs.items()}
+        differ = unseen(lambda: _angles_differ(module, given, named, outputs), positions.device)
+        caller = f"module {self.name!r} ({type(module).__name__})"
+        found = (("angles", "of others too" if differ else "of each by itself"),)
+        state.mesh.views[0].agree("module", (("module", self.name),), caller, once=found, always=True)
+        if differ:
+            raise ValueError(
+                f"{caller} makes the angles of a position of other positions too, and it has this rank's share of "
+                f"them. Each rank would rotate by other ones. {REMEDY['angles']}"
+            )
+        self.compared = True
+
+
+def _counts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and x.dtype in (torch.int32, torch.int64)
+
+
+def _tables(output: Any) -> list[Tensor]:
+    return [x for x in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(x, Tensor)]
+
+
+def _angles_differ(module: nn.Module, args: list[Any], kwargs: dict[str, Any], outputs: list[Tensor]) -> bool:
+    """True if tables for two more positions have other rows for the first ones."""
+    try:
+        tables = _tables(module.forward(*args, **kwargs))
+    except Exception:  # it takes no other number of positions: nothing is known of it
+        return False
+    for own, table in zip(outputs, tables, strict=False):
+        rows = own.shape[-2] if own.ndim > 1 else 0
+        longer = table.shape == (*own.shape[:-2], rows + 2, own.shape[-1]) if rows else False
+        if longer and not torch.allclose(table.narrow(-2, 0, rows).float(), own.float(), rtol=1e-4, atol=1e-5):
+            return True
+    return False
 
 
 # --------------------------------------------------------------------------- positions that layers count
