@@ -308,7 +308,7 @@ NOT_ROUTED: dict[str, tuple[str, ...]] = {
 names are not touched."""
 _ALONG = ("chunk_", "fused_chunk_", "fused_recurrent_", "parallel_")
 """What the names of functions begin with that ``fla.ops`` exports and that run along the sequence."""
-
+"""The beginnings of the names of functions that ``fla.ops`` exports and that run along the sequence."""
 
 LAST = {name for name, function in ROUTED.items() if function in (_convolution, _selective_scan)}
 """Those whose tensors end with the sequence; in others it is dimension 1, beside the heads."""
