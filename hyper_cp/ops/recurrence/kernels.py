@@ -49,6 +49,9 @@ FUNCTIONS = {
 NEEDED = ("initial_state", "output_final_state", "scale")
 LARGEST = 256
 """The largest head of q and k that these kernels take."""
+SEQUENCES, NUMBERS, CHUNK = 2**16 - 1, 2**31 - 1, 64
+"""The most sequences times heads of one call (a dimension of a grid of CUDA), and the most numbers of one of its
+tensors: up to fla 0.5.2 kernels count them in int32. A state is stored for each chunk of tokens."""
 
 
 def fla_function(delta: bool, channels: bool) -> Callable[..., Any]:
@@ -76,8 +79,18 @@ def fla_affine(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None =
     :class:`Inputs`.
 
     One call of any kernel that takes an initial state is enough: with values ``[v | 0]`` and the initial state
-    ``[0 | I]`` the outputs are ``[O | Q]``, and the final state is ``[P | M]``.
+    ``[0 | I]`` the outputs are ``[O | Q]``, and the final state is ``[P | M]``. (Pieces beyond what a call can take are
+    those of another one.)
     """
+    _, rows, heads, size, dv = v.shape
+    numbers = rows * heads * size * (dv + k.shape[-1]) * max(1.0, k.shape[-1] / CHUNK)
+    most = max(1, int(min(SEQUENCES // (rows * heads), NUMBERS / max(numbers, 1))))
+    given = [x for x in (q, k, v, g, beta) if x is not None]
+    parts = [_fla_maps(*part) for part in zip(*(x.split(most) for x in given), strict=True)]
+    return parts[0] if len(parts) == 1 else Affine(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _fla_maps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Affine:
     call = fla_function(beta is not None, g.shape[-1] > 1)
     pieces, (heads, dv), dk = v.shape[:2], (v.shape[2], v.shape[-1]), k.shape[-1]
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
