@@ -251,7 +251,9 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
     losses = losses if losses.dtype == torch.float64 else losses.float()
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
-        if mask.device.type == "cpu" and not is_compiling() and adds_to_logits(mask):  # elsewhere the host would wait
+        if mask.device.type != "cpu" or is_compiling():  # the host would wait: all ranks get NaN
+            mask = mask.masked_fill(adds_to_logits(mask), torch.nan)
+        elif adds_to_logits(mask):
             raise NoClass(
                 f"mask of mean_loss holds {mask.min().item():g}. Such numbers of an additive mask hide logits, and "
                 "here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an additive one), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -761,6 +762,20 @@ def test_an_additive_mask_is_an_error_on_all_ranks(ranks: Any) -> None:
         )
         assert own.startswith(f"ValueError: mask of mean_loss holds {value}. Such numbers of an additive mask hide")
     assert first[2] == second[2] == ""
+
+
+@on_ranks
+def compiled_masks() -> list[float]:
+    """Losses of compiled code, which reads no values: of masks that one rank adds to logits, and of weights."""
+    handler, x = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous"), torch.ones(1, 4)
+    loss = torch.compile(lambda x, mask: handler.mean_loss(x, mask=mask, elsewhere=True), backend="aot_eager")
+    return [loss(x, x * dist.get_rank() * hidden).item() for hidden in (-1e4, 0.5)]
+
+
+def test_an_additive_mask_makes_no_number_where_values_are_not_read(ranks: Any) -> None:
+    """Before, the loss was the mean over the tokens that the mask hides."""
+    for added, weighed in ranks(2, compiled_masks, timeout=60):
+        assert math.isnan(added) and weighed == 1.0
 
 
 @on_ranks
