@@ -165,8 +165,11 @@ class context_parallel:
                 s.keep_before()
         routing = _Routing(self._binding, sharded)
         if self._binding.active.parallel and not is_compiling():
-            readable = [s for s in sharded if s.buffer.device.type == "cpu" or not _Routing.read_once]
-            routing.packed, _Routing.read_once = any(_counts_documents(s.buffer, s.dim) for s in readable), True
+            counting = [s for s in sharded if _may_count(s.buffer, s.dim)]
+            on_host = [s for s in counting if s.buffer.device.type == "cpu"]
+            if len(counting) > len(on_host) and _Routing.reads_left > 0:
+                on_host, _Routing.reads_left = counting, _Routing.reads_left - 1
+            routing.packed = any(_counts_documents(s.buffer, s.dim) for s in on_host)
         for s in sharded:  # nothing fails from here on
             s.begin()
         for s in sharded:  # when all have begun: views of one tensor count their writes together
@@ -246,10 +249,13 @@ def _listed(argument: str, given: Any) -> list[Any]:
     return list(given or ())
 
 
+def _may_count(buffer: Tensor, dim: int) -> bool:
+    """True if a buffer may hold positions."""
+    return buffer.dtype in (torch.int32, torch.int64) and buffer.ndim <= 2 and buffer.shape[dim] > 1
+
+
 def _counts_documents(buffer: Tensor, dim: int) -> bool:
     """True if a buffer counts 0, 1, 2 and so on, and returns to 0. Waits for the device that holds it."""
-    if buffer.dtype not in (torch.int32, torch.int64) or buffer.ndim > 2 or buffer.shape[dim] < 2:
-        return False
     at = buffer.detach().movedim(dim, -1)
     before, after = at[..., :-1], at[..., 1:]
     back, on = (after == 0) & (before > 0), after == before + 1
@@ -393,8 +399,8 @@ class _Routing(DispatchMode):
     """Routes attention calls of a block, and gives functions a share in place of its buffer: an autograd graph must
     not hold the buffer, which will be another tensor when backward runs after the block."""
 
-    read_once = False
-    """True after the first block of the process: buffers on accelerators are not read again."""
+    reads_left = 8
+    """The blocks of the process whose buffers on accelerators are still read: the host waits for that."""
 
     def __init__(self, binding: Binding, sharded: list[_Sharded]) -> None:
         super().__init__(RunningCall(binding, None, binding.active, grad_enabled=False))
