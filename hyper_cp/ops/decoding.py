@@ -151,7 +151,8 @@ def _own_partial(
     for tile in cache.tiles(q.shape[2]):
         kernels.check(kernel, shown is not None, tile.band)
         mask = None if shown is None else shown[..., slice(*tile.k)]
-        inputs = TileInputs(part(q, tile.q), part(k, tile.k), part(v, tile.k), tile.band, scale, mask, score=score)
+        blocks = part(q, tile.q), part(k, tile.k), part(v, tile.k)
+        inputs = TileInputs(*blocks, tile.band, scale, mask, score=score, recurring=False)
         if selected is not None and ranges is not None:
             inputs.selected = TileSelection(part(selected, tile.q), ranges, tile.k)
         partials.add(tile.q, None, *_by_key_heads(kernel, inputs))

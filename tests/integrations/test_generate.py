@@ -459,3 +459,19 @@ def test_every_causal_type_writes_as_one_device_does_or_is_refused(ranks: Any) -
         exact = sum(outcome == "exact" for outcome, _ in found.values())
         least = len(kinds) / 196  # of all types, 120 and 165
         assert exact >= 120 * least and len(found) >= 165 * least, (exact, len(found), len(kinds))
+
+
+@on_ranks
+def from_other_logits() -> bool:
+    """True for the tokens of one device, though rank 1 computes other logits: kernels that a process tunes for itself
+    round in other ways than those of its neighbours."""
+    ids = tokens(LENGTH)
+    model, handler = prepared("llama")
+    if dist.get_rank():
+        model.lm_head.register_forward_hook(lambda module, args, out: -out)
+    return torch.equal(generated(model, handler, ids), generated(model_of("llama"), None, ids))
+
+
+def test_ranks_write_the_tokens_of_the_first_one(ranks: Any) -> None:
+    """The last token of the prompt is on the first rank in this layout, too."""
+    assert ranks(2, from_other_logits) == [True, True]

@@ -287,6 +287,12 @@ class SplitModelCache(Cache):
         own = logits if logits.shape[1] == 1 else logits[:, row : row + 1]
         return by_rank(self.handler.mesh, own.contiguous())[rank]
 
+    def of_first_rank(self, logits: Tensor) -> Tensor:
+        """Logits ``[B, T, V]`` of new tokens whose last row is that of the first rank. Every rank has computed them,
+        but kernels that each process tunes for itself add up in other orders: a token might then differ."""
+        last = by_rank(self.handler.mesh, logits[:, -1:].contiguous())[0]
+        return last if logits.shape[1] == 1 else torch.cat((logits[:, :-1], last), 1)
+
     def layer_of(self, module: nn.Module, key: Tensor, value: Tensor) -> SplitLayer:
         """The layer that was given these keys and values. Raises if there is none: new tokens attend to the cache."""
         layer = next((x for x in self._split if x.given[0]() is key and x.given[1]() is value), None)
