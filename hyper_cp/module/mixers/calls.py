@@ -307,8 +307,8 @@ NOT_ROUTED: dict[str, tuple[str, ...]] = {
 """Functions of packages that are refused, beside those that ``fla.ops`` exports. Functions of other files with these
 names are not touched."""
 _ALONG = ("chunk_", "fused_chunk_", "fused_recurrent_", "parallel_")
-"""What the names of functions begin with that ``fla.ops`` exports and that run along the sequence."""
 """The beginnings of the names of functions that ``fla.ops`` exports and that run along the sequence."""
+
 
 LAST = {name for name, function in ROUTED.items() if function in (_convolution, _selective_scan)}
 """Those whose tensors end with the sequence; in others it is dimension 1, beside the heads."""
