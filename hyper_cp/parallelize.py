@@ -34,8 +34,8 @@ from .schedule.documents import PackedDocuments
 from .schedule.layout import by_documents
 from .schedule.tiles import CAUSAL
 from .style import ContextParallel, RecurrentContextParallel, styled_modules
+from .verification.model_state import restore_model_state
 from .verification.record import tensors
-from .verification.runs import restore_model_state
 
 
 def parallelize(

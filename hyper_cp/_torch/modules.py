@@ -36,7 +36,8 @@ LIBRARY = __name__.partition(".")[0]
 
 def hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose methods are forward-pre-hooks of a module."""
-    return [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    hooks = module._forward_pre_hooks.values()
+    return [getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None) for hook in hooks]
 
 
 @contextmanager
@@ -58,9 +59,34 @@ def modules_of_hooks(module: nn.Module) -> list[str]:
     """The names of the Python modules that the hooks of a module's forward and of its backward come from."""
     forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     hooks = [*forward, *module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-    plain = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
-    owners = [getattr(hook, "__self__", hook) for hook in plain]
-    return [str(getattr(owner, "__module__", type(owner).__module__)) for owner in owners]
+    return [_module_of(hook) for hook in hooks]
+
+
+@contextmanager
+def without_hooks(model: nn.Module, of: Callable[[str], bool]) -> Iterator[None]:
+    """In this block the modules of ``model`` do not call those hooks of their forwards whose code is from a Python
+    module for whose name ``of`` is True."""
+    before: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    try:
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                left_out = [number for number, hook in hooks.items() if of(_module_of(hook))]
+                if left_out:
+                    before.append((hooks, dict(hooks)))
+                    for number in left_out:
+                        del hooks[number]
+        yield
+    finally:
+        for hooks, content in before:
+            hooks.clear()
+            hooks.update(content)
+
+
+def _module_of(hook: Any) -> str:
+    """The name of the Python module that a hook comes from."""
+    hook = hook.func if isinstance(hook, partial) else hook
+    owner = getattr(hook, "__self__", hook)
+    return str(getattr(owner, "__module__", type(owner).__module__))
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:

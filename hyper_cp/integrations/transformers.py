@@ -74,6 +74,7 @@ from .huggingface.checks import (
 )
 from .huggingface.chunked_loss import ChunkedLoss
 from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
+from .huggingface.few_tokens import FewTokens
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of, layers_of
 from .huggingface.indexer_losses import collecting, indexer_losses
@@ -125,6 +126,9 @@ def prepare_model(
     ``position_ids``, which are then gathered in every forward. A model whose head reads the whole sequence, such as
     ``LlamaForSequenceClassification`` and ``LlamaForQuestionAnswering``, takes the whole batch, and returns whole
     logits and this rank's share of the loss.
+
+    Behind the first forward a few tokens run through the model once more, over the ranks and on each rank alone, and a
+    warning says if their logits differ (docs/integrations/huggingface.md).
 
     Args:
         chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
@@ -188,6 +192,8 @@ def prepare_model(
         chunked.attach(model)
     if model is not decoder:
         TupleOutput().attach(model)
+    if len(stacks) == 1 and not has_head(model, POOLED):  # they take whole batches, or two
+        model.register_forward_hook(hook.compare, with_kwargs=True)
     return given
 
 
@@ -490,6 +496,7 @@ class DecoderHook:
         """The keys of the meshes whose ranks have compared their tokens."""
         self.given_positions: bool | None = None
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
+        self.few = FewTokens(self.binding)
         self.additions_checked = False
         self.own: list[nn.Module] = []
         """Attention modules of users, which have to call attention in the first forward."""
@@ -653,6 +660,11 @@ class DecoderHook:
                 "call that context parallelism sees: it computes attention by itself, over this rank's share. Let it "
                 "call ALL_ATTENTION_FUNCTIONS.get_interface(...), as the attention of transformers' models does"
             )
+
+    @torch.compiler.disable(reason=ON_THE_HOST)
+    def compare(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Compare few tokens with one device, behind the first forward of the model (or of a decoder without one)."""
+        self.few.compare(model, _tokens_in(args, kwargs), kwargs)
 
     def _check_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention; refuse a head that reads
@@ -949,8 +961,7 @@ class HeadHook:
             prompt, cache.turn.prompt, cache.turn.new_mask = cache.turn.prompt, None, None
             if output is not None:
                 cache.running = False
-                if prompt is not None:
-                    output.logits = cache.hand_round(output.logits)
+                output.logits = (cache.of_first_rank if prompt is None else cache.hand_round)(output.logits)
         ready, mask = kwargs.get("context_parallel"), kwargs.get("attention_mask")
         if mesh.parallel:
             self.loss.end(model, kwargs, output, mesh.mesh, mesh.views[0])

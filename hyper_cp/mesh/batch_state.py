@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -121,6 +122,17 @@ class BatchState:
         blocks.entered.append(block)
         blocks.documents, blocks.padding = documents, block.padding
         return block
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this thread, a block for a sequence that is none of the user's: its length is not recorded."""
+        lengths, self.lengths = self.lengths, ShareLengths()
+        block = self.enter(None)
+        try:
+            yield
+        finally:
+            self.leave(block)
+            self.lengths = lengths
 
     @property
     def layouts_of_buffers(self) -> list[str]:

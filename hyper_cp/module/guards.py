@@ -10,7 +10,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from logging import getLogger
 from typing import Any
@@ -278,6 +279,20 @@ def watch(root: nn.Module, known: bool = False) -> None:
     first = FirstForward(known)
     root.register_forward_pre_hook(first.before, prepend=True)
     root.register_forward_hook(first.after, always_call=True)
+
+
+@contextmanager
+def unwatched(model: nn.Module) -> Iterator[None]:
+    """Forwards of ``model`` in this block are not watched, and do not count as its first."""
+    found = [owner for module in model.modules() for owner in hook_owners(module) if isinstance(owner, FirstForward)]
+    before = [first.done for first in found]
+    try:
+        for first in found:
+            first.done = {True, False}
+        yield
+    finally:
+        for first, done in zip(found, before, strict=True):
+            first.done = done
 
 
 # --------------------------------------------------------------------------- the first forward

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp._torch.modules import hook_owners
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import random_model
 
@@ -104,6 +105,16 @@ def prepare_model(*args: Any, **options: Any) -> Any:
     from hyper_cp.integrations import transformers
 
     return transformers.prepare_model(*args, **options)
+
+
+def compared(model: Any) -> Any:
+    """A prepared model whose first forward communicates as the others do: it is not compared with one device on a few
+    tokens."""
+    for module in model.modules():
+        for owner in hook_owners(module):
+            if hasattr(owner, "few"):
+                owner.few.made = True
+    return model
 
 
 def prepare_batch(*args: Any, **options: Any) -> Any:

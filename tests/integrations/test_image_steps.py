@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyper_cp.mesh.comm import record_traffic
 from tests.harness.hf_images import IMAGE, batch_of, images, item_of, labels_of, rows_of, tiny
-from tests.harness.hf_models import InDouble, gradients, prepare_batch
+from tests.harness.hf_models import InDouble, compared, gradients, prepare_batch
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import on_ranks
 from tests.integrations.test_images import RING, prepared, shard
@@ -100,6 +100,7 @@ def step(kind: str, packed: bool, recomputed: bool) -> tuple[dict[str, float], l
     documents = {name: batch[name] for name in ("document_ids",) if name in batch}
     local = prepare_batch(handler, batch)
     targets = handler.get_batch_on_this_cp_rank({"labels": labels, **documents}, shift_labels=True)["shift_labels"]
+    compared(made)
     with record_traffic() as log, InDouble():
         loss = handler.mean_loss(made(**local).logits, targets, gradients="mean")
         loss.backward()

@@ -19,7 +19,7 @@ from hyper_cp.mesh import comm
 from hyper_cp.schedule import choices
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import class_name, tiny_config
-from tests.harness.hf_models import InDouble, gradients, prepare_batch, prepare_model, prepared, tokens
+from tests.harness.hf_models import InDouble, compared, gradients, prepare_batch, prepare_model, prepared, tokens
 from tests.harness.modules import Adapted
 from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks, sum_over_ranks
@@ -233,7 +233,7 @@ def adapted_errors() -> dict[str, dict[str, float]]:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.0).double()
     want = alone(copy.deepcopy(model), batch)
     style = ContextParallel(**MODES["ring"])
-    prepare_model(model, cp_mesh(), style=style)
+    compared(prepare_model(model, cp_mesh(), style=style))
     with comm.record_traffic() as log:
         found = errors_of(shared(model, cp_mesh(), style, batch), want, slice(None))
     assert sum(n for name, n in log.entries if name == "send_recv") < 2 * 2 * 12 * (12 + 8) * 8 * 3.3
@@ -260,7 +260,7 @@ def lines_with_dropout() -> tuple[list[str], int]:
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1).double()
     style = ContextParallel(**MODES["ring"])
-    prepare_model(model, cp_mesh(), style=style)
+    compared(prepare_model(model, cp_mesh(), style=style))
     choices.log_once.cache_clear()
     choices.logger.addHandler(caught)
     choices.logger.setLevel(logging.INFO)

@@ -25,7 +25,16 @@ from hyper_cp.ops.kernels.indexer import BestKeys
 from hyper_cp.verify import verify
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import random_model
-from tests.harness.hf_models import VOCABULARY, InDouble, LowestFirst, gradients, prepare_batch, prepare_model, tokens
+from tests.harness.hf_models import (
+    VOCABULARY,
+    InDouble,
+    LowestFirst,
+    compared,
+    gradients,
+    prepare_batch,
+    prepare_model,
+    tokens,
+)
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -249,7 +258,7 @@ def bytes_sent(kind: str) -> tuple[int, int]:
     """Bytes that a rank sends in forward, and in all."""
     model, found = made(kind).float(), []
     style = ContextParallel(**MODES["ring"])
-    prepare_model(model, cp_mesh(), style=style)
+    compared(prepare_model(model, cp_mesh(), style=style))
     local = prepare_batch(ContextParallelHandler(cp_mesh(), style), batch_of("plain"))
     with comm.record_traffic() as log:
         output = model(**local)

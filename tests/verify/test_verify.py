@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hyper_cp import ContextParallelHandler, verify
 from hyper_cp.module.mesh_binding import bindings, swapped
-from hyper_cp.verification import runs
+from hyper_cp.verification import model_state, runs
 from hyper_cp.verification.compare import Tolerance
 from hyper_cp.verify import Report
 from tests.harness import planted
@@ -199,7 +199,7 @@ def test_what_a_forward_changes_is_restored() -> None:
     """Before, lists, dicts, tensors and generators kept what the example of ``parallelize``, or ``verify``, brought."""
     model = Counts()
     before, lists = model.content(), (model.losses, model.counts)
-    with contextlib.suppress(KeyError), runs.restore_model_state(model, "cpu"):
+    with contextlib.suppress(KeyError), model_state.restore_model_state(model, "cpu"):
         model(torch.ones(3))
         assert model.content() != before
         raise KeyError

@@ -108,7 +108,7 @@ class _Beside(torch.autograd.Function):
         return dout, *ctx.others
 
 
-_collecting: ThreadStack[IndexerLosses] = ThreadStack()
+_collecting: ThreadStack[IndexerLosses | None] = ThreadStack()
 
 
 @contextmanager
@@ -144,6 +144,16 @@ def indexer_losses(*, dense: bool = False, heads_mesh: DeviceMesh | None = None)
         yield collected.found
     finally:
         _collecting.remove(collected)
+
+
+@contextmanager
+def not_collecting() -> Iterator[None]:
+    """A block in which forwards put the losses of their indexers nowhere, inside of an ``indexer_losses`` block too."""
+    _collecting.push(None)
+    try:
+        yield
+    finally:
+        _collecting.remove(None)
 
 
 def collecting() -> IndexerLosses | None:

@@ -1,0 +1,180 @@
+"""Behind the first forward of a prepared model, a few tokens run through it on all ranks together and on each alone.
+
+The logits are the same, unless something in the model counts positions, or mixes them, within this rank's share: a
+class, a function or an adapter of the user's. What is known by its type or its text is refused before; these numbers
+find the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..._torch.checkpoint import in_backward
+from ..._torch.modules import hook_owners, without_hooks
+from ...data.collectives import by_rank
+from ...data.packing import attention_state
+from ...data.sharding import local_share
+from ...handler import ContextParallelHandler
+from ...mesh.family import split_cp_mesh
+from ...mesh_swap import context_parallel_mesh
+from ...module.guards import unwatched
+from ...module.mesh_binding import Binding
+from ...schedule.documents import documents_table
+from ...schedule.layout import by_documents
+from ...style import style_of
+from ...verification.model_state import restore_model_state
+from ...verification.record import Recorder
+from .indexer_losses import not_collecting
+from .seams import LIBRARIES, cache_in
+
+logger = getLogger(__name__)
+
+TOKENS = 32
+"""Tokens of each rank."""
+EXACT, HALF, NOISE = 1e-2, 1e-1, 4
+"""The norm of the difference, relative to that of the logits, from which on they differ: in fp32 and fp64 (products of
+GPUs may round to fewer digits), and in half precision; there it may also be some times that of one rounding."""
+STEP = torch.finfo(torch.bfloat16).eps / 2
+"""The largest relative error of rounding to half precision."""
+
+
+class FewTokens:
+    """The comparison of one prepared model; it is made once, on the mesh that the model was prepared for."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self.made = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FewTokens:
+        return FewTokens(copy.deepcopy(self.binding, memo))  # a copy is another model
+
+    def compare(self, model: Any, tokens: Any, kwargs: dict[str, Any]) -> None:
+        """Warn if a few tokens have other logits on the ranks of the mesh than on one device. (They are not those of a
+        batch, so that all ranks do the same: under FSDP ranks of other meshes take part.)
+
+        Args:
+            tokens, kwargs: those of the forward that has just ended.
+        """
+        mesh = self.binding.active
+        if self.made or cache_in(kwargs) is not None or not isinstance(tokens, Tensor):
+            return
+        if len(self.binding.stack) > 1 or not mesh.parallel:  # in a block, which other ranks may not be in
+            return
+        if in_backward() or any(isinstance(owner, Recorder) for owner in hook_owners(model)):
+            return  # a recompute, or a run of verify
+        self.made = True
+        few, error, limit = min(tokens.shape[1], TOKENS), 0.0, math.inf
+        try:
+            error, limit = self._error(model, few)
+        except Exception as reason:  # of a model that needs other inputs than tokens
+            logger.info("%s was not compared with one device on a few tokens: %r", type(model).__name__, reason)
+        of_ranks = by_rank(mesh.mesh, torch.tensor([error], device=mesh.mesh.device_type))
+        found = of_ranks.nan_to_num(0.0).max().item()
+        if found > limit:
+            warnings.warn(
+                f"{type(model).__name__} has other logits on the {mesh.mesh.size()} ranks of the cp mesh than on one "
+                f"device: after its first forward, {few * mesh.mesh.size()} tokens ran through it both ways (in "
+                f"evaluation, without gradients), and the norm of the difference is {found:.1%} of that of the logits. "
+                "A class, a function or an adapter in it counts positions, or mixes them, within this rank's share of "
+                "the sequence. hyper_cp.verify names the module, on a short batch. If the model draws random numbers "
+                "in evaluation, or computes in 8 bits, ignore this",
+                stacklevel=2,
+            )
+
+    def _error(self, model: Any, few: int) -> tuple[float, float]:
+        """The relative difference of this rank's logits, and what is allowed."""
+        mesh = self.binding.active
+        handler = ContextParallelHandler(mesh.mesh, style_of(self.binding))
+        total = few * handler.cp.size
+        ids = _tokens(model, total)
+        with ExitStack() as stack:
+            stack.enter_context(restore_model_state(model, ids.device.type))
+            stack.enter_context(_in_evaluation(model))
+            stack.enter_context(unwatched(model))
+            stack.enter_context(without_hooks(model, _is_of_others))
+            stack.enter_context(not_collecting())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(handler.cp.batch.aside())
+            table = documents_table([[0, total]]) if by_documents(handler.layout) else None
+            share = local_share(handler, ids, 1, table)
+            state = attention_state(handler, table)
+            state = replace(state, last_position=total - 1, length=few, numbered=True, packed=False)
+            split = _logits(model(input_ids=share, context_parallel=state))
+            with context_parallel_mesh(model, split_cp_mesh(mesh.mesh, [1]).cp(1)):
+                state = replace(state, documents=None, length=total)
+                alone = partial(model, input_ids=ids, use_cache=False, context_parallel=state)
+                whole = _logits(alone())
+                limit = max(HALF, NOISE * _noise(model, alone, whole)) if _is_half(model, whole) else EXACT
+            at = handler.position_ids(total, documents=table, device=ids.device)
+            whole = whole.index_select(1, at)
+            return float((split - whole).norm() / whole.norm()), limit
+
+
+def _is_of_others(module: str) -> bool:
+    """True for a Python module with hooks of the user's, which may keep what they see, or with those of a trainer that
+    splits whole batches in front of the model."""
+    return not module.startswith(LIBRARIES) or module == "hyper_cp.integrations.trl"
+
+
+def _tokens(model: Any, total: int) -> Tensor:
+    """Ids ``[1, total]`` of ordinary tokens: none that the configuration names."""
+    config, table = model.config, model.get_input_embeddings().weight
+    text = config.get_text_config()
+    named = {x for part in (config, text) for name, x in vars(part).items() if "token" in name and isinstance(x, int)}
+    ordinary = [x for x in range(min(text.vocab_size, len(table))) if x not in named]
+    return torch.tensor([[ordinary[7 * i % len(ordinary)] for i in range(total)]], device=table.device)
+
+
+def _logits(output: Any) -> Tensor:
+    named = [getattr(output, name, None) for name in ("logits", "last_hidden_state")]
+    found = next((x for x in named if x is not None), None)
+    found = output[0] if found is None else found
+    found = found.to_local() if isinstance(found, DTensor) else found
+    return found.float() if found.dtype != torch.float64 else found
+
+
+def _is_half(model: nn.Module, logits: Tensor) -> bool:
+    """True if a model computes in half precision, whatever it stores."""
+    full = {x.dtype for x in model.parameters()} <= {torch.float32, torch.float64}
+    rounded = any(torch.equal(logits, logits.to(kind).to(logits.dtype)) for kind in (torch.bfloat16, torch.float16))
+    return rounded or not full or torch.is_autocast_enabled(logits.device.type)
+
+
+def _noise(model: Any, alone: Callable[[], Any], logits: Tensor) -> float:
+    """The relative difference of logits that one rounding of the embeddings makes: it grows from layer to layer, and
+    sends tokens to other experts."""
+
+    def rounded(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        up = torch.arange(output.shape[-1], device=output.device) % 2 == 1
+        return torch.where(up, output * (1 + STEP), output * (1 - STEP))
+
+    handle = model.get_input_embeddings().register_forward_hook(rounded)
+    try:
+        return float((_logits(alone()) - logits).norm() / logits.norm())
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,126 @@
+"""Restore a model after forwards that are not part of its training: gradients, buffers, attributes, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch.modules import buffers_of
+from ..module.mesh_binding import bindings
+
+_ABSENT: Any = object()
+
+
+@contextmanager
+def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
+    """Restore a model after the block, or after an exception in it: gradients (the same objects), buffers, the
+    attributes that a forward assigns or changes (lists, dicts, sets, tensors, generators), the records of its styles.
+    Restore random number generators, too. In the block gradients begin as None."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
+    attributes = [(module, _attributes(module)) for module in model.modules()]
+    contents: dict[int, Callable[[], object]] = {}
+    for _, found in buffers:
+        contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in found.values() if x is not None}
+    for _, found in attributes:
+        _keep_content(found, contents)
+    heads = [(binding, binding.heads) for binding in bindings(model)]
+    python = random.getstate()
+    devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
+    of_device = {} if device_type == "cpu" else {"device_type": device_type}  # torch 2.11 takes no None
+    with torch.random.fork_rng(devices, **of_device):
+        for p, _ in grads:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for module, before in attributes:
+                _restore_attributes(module, before)
+            for module, found in buffers:
+                buffers_of(module).clear()
+                buffers_of(module).update(found)
+            for restore in contents.values():
+                restore()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after an exception, whole parameters may be in place of the sharded ones
+            for p, grad in grads:
+                p.grad = grad
+            for binding, before_heads in heads:
+                binding.heads = before_heads
+            random.setstate(python)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes that user code may assign in a forward. (DDP, FSDP and torch restore theirs.)"""
+    if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+        return {}
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+_OF_TORCH = {*vars(nn.Module())}
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    """Restore attributes; of private ones numbers only, since libraries keep there what they have made in a forward."""
+    now = _attributes(module)
+    for name in now.keys() - before.keys():
+        if not name.startswith("_"):
+            delattr(module, name)
+    for name, value in before.items():
+        restored = not name.startswith("_") or type(value) in (int, float)
+        if restored and now.get(name, _ABSENT) is not value:
+            vars(module)[name] = value
+
+
+def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]]) -> None:
+    """Add what restores the content of an attribute: of a container also that of its elements. (Views, as of FSDP's
+    flat parameters, are left to who has made them, and large containers, as of a vocabulary, as they are.)"""
+    waiting = [attribute]
+    while waiting:
+        x = waiting.pop()
+        if id(x) in kept:
+            continue
+        if isinstance(x, torch.Generator):
+            kept[id(x)] = partial(x.set_state, x.get_state())
+        elif type(x) is Tensor:
+            strided = x.layout is torch.strided and not x.is_meta and x.is_leaf
+            if strided and x.untyped_storage().nbytes() == x.numel() * x.itemsize:  # all there, and its own
+                kept[id(x)] = partial(_restore_tensor, x, x.detach().clone())
+        elif type(x) in _CONTAINERS and len(x) <= _MOST_ELEMENTS:
+            kept[id(x)] = partial(_restore_container, x, copy.copy(x))
+            waiting += x.values() if isinstance(x, dict) else x
+
+
+_CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)
+_MOST_ELEMENTS = 10_000
+
+
+def _restore_tensor(x: Tensor, content: Tensor) -> None:
+    with torch.no_grad(), torch.inference_mode(x.is_inference()):
+        if x.shape != content.shape:  # by x.data = ...
+            x.data = content
+        elif not _equal(x, content):
+            x.copy_(content)
+
+
+def _restore_container(x: Any, content: Any) -> None:
+    flat = [[y for pair in of.items() for y in pair] if isinstance(of, dict) else list(of) for of in (x, content)]
+    if len(x) == len(content) and all(a is b for a, b in zip(*flat, strict=True)):
+        return
+    x.clear()
+    (x.extend if isinstance(x, (list, deque)) else x.update)(content)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

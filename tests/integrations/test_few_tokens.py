@@ -1,0 +1,179 @@
+"""Prepared models are compared with one device on a few tokens, once, behind their first forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_models import make, prepare_batch, prepare_model, tokens
+from tests.harness.ranks import on_ranks
+
+pytest.importorskip("transformers")
+
+
+class Added(nn.Module):
+    """A function of the hidden states beside a module."""
+
+    def __init__(self, inner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + self.function(x)
+        return out
+
+
+def pooled(x: Tensor) -> Tensor:
+    return x.unflatten(1, (2, -1)).mean(2).repeat_interleave(x.shape[1] // 2, 1)
+
+
+def averaged(x: Tensor) -> Tensor:
+    weights = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+    return weights / weights.sum(1, keepdim=True) @ x
+
+
+def counted(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], dtype=x.dtype).sin()[:, None].expand_as(x)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pooled": pooled,
+    "averaged": averaged,
+    "counted": counted,
+    "right": torch.sin,
+}
+
+
+def model_of(name: str | None, kind: str = "llama") -> Any:
+    model = make(kind).float()
+    if name is not None:
+        model.model.layers[0].mlp = Added(model.model.layers[0].mlp, FUNCTIONS[name])
+    return model
+
+
+def said(model: Any, batch: dict[str, Any]) -> int:
+    """The warnings of a forward and its backward."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output = model(**batch)
+        loss = getattr(output, "loss", None)
+        (output[0].square().mean() if loss is None else loss).backward()
+    return sum("has other logits on the" in str(x.message) for x in caught)
+
+
+def local_batch(style: ContextParallel, **entries: Any) -> dict[str, Any]:
+    ids = tokens(48)
+    return prepare_batch(ContextParallelHandler(cp_mesh(), style), {"input_ids": ids, "labels": ids, **entries})
+
+
+@on_ranks
+def of_functions(layout: str) -> dict[str, list[int]]:
+    """The warnings of two forwards."""
+    found = {}
+    style = ContextParallel(ulysses_degree=1, layout=layout)
+    for name in FUNCTIONS:
+        model = prepare_model(model_of(name), cp_mesh(), style=style)
+        found[name] = [said(model, local_batch(style)) for _ in range(2)]
+    decoder = prepare_model(model_of("pooled").model, cp_mesh(), style=style)
+    batch = local_batch(style)
+    for name in ("labels", "shift_labels", "num_items_in_batch"):
+        del batch[name]
+    found["decoder"] = [said(decoder, batch) for _ in range(2)]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "per_document"])
+def test_what_mixes_or_counts_positions_is_found_by_numbers(ranks: Any, layout: str) -> None:
+    for found in ranks(2, of_functions, layout):
+        assert found.pop("right") == [0, 0]
+        assert found == {name: [1, 0] for name in ("pooled", "averaged", "counted", "decoder")}, found
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda model: model,
+    "bf16": lambda model: model.bfloat16(),
+    "ddp": lambda model: DistributedDataParallel(model, process_group=cp_mesh().get_group()),
+    "fsdp": lambda model: fully_shard(model, mesh=cp_mesh(), reshard_after_forward=True),
+    "fsdp1": lambda model: FullyShardedDataParallel(
+        model, process_group=cp_mesh().get_group(), use_orig_params=True, device_id=torch.device("cpu")
+    ),
+    "fsdp of layers": lambda model: sharded_by_layers(model),
+    "compiled": lambda model: torch.compile(model, backend="aot_eager"),
+    "compiled layers": lambda model: compiled_layers(model),
+    "checkpoints": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}) or model,
+}
+
+
+def sharded_by_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=cp_mesh())
+    return fully_shard(model, mesh=cp_mesh())
+
+
+def compiled_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def gradients_of(model: Any) -> list[Tensor]:
+    grads = [p.grad for p in model.parameters()]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads if x is not None]
+
+
+@on_ranks
+def in_ways(way: str) -> tuple[list[int], list[int], bool]:
+    """The warnings of two steps of a wrong and of a right model, and True if gradients are those without the comparison
+    and the model was left as it was."""
+    style, counts, same = ContextParallel(ulysses_degree=1), [], True
+    for name in ("counted", None):
+        made = prepare_model(model_of(name), cp_mesh(), style=style).train()
+        seen: list[int] = []
+        made.lm_head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.shape[1]))
+        model = WAYS[way](made)
+        random = torch.get_rng_state()
+        counts.append([said(model, local_batch(style))])
+        same &= torch.equal(random, torch.get_rng_state()) and seen == [24]  # the user's hook has seen the batch alone
+        same &= all(module.training for module in made.modules())
+        first = gradients_of(made)
+        for p in made.parameters():
+            p.grad = None
+        counts[-1].append(said(model, local_batch(style)))
+        same &= all(torch.equal(a, b) for a, b in zip(first, gradients_of(made), strict=True))
+    return counts[0], counts[1], same
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_comparison_goes_with_wrappers_and_changes_nothing(ranks: Any, way: str) -> None:
+    for wrong, right, same in ranks(2, in_ways, way):
+        assert (wrong, right) == ([1, 0], [0, 0]) and same, (wrong, right, same)
+
+
+@on_ranks
+def of_documents() -> list[int]:
+    """The warnings of a forward inside a block with documents, and of one with padding and a chunked loss."""
+    style, found = ContextParallel(ulysses_degree=1), []
+    handler = ContextParallelHandler(cp_mesh(), style)
+    mask = torch.ones_like(tokens(48))
+    mask[0, :7] = 0
+    for name in ("pooled", "right"):
+        model = prepare_model(model_of(name), cp_mesh(), style=style)
+        with handler.documents([0, 13, 48]):
+            found.append(said(model, local_batch(style)))
+        model = prepare_model(model_of(name), cp_mesh(), style=style, chunked_loss=True)
+        found.append(said(model, local_batch(style, attention_mask=mask)))
+    return found
+
+
+def test_the_comparison_is_the_same_for_every_batch(ranks: Any) -> None:
+    for found in ranks(2, of_documents):
+        assert found == [1, 1, 0, 0]
