@@ -83,9 +83,17 @@ def batch_of(handler: Shares, table: Any) -> LocalBatch:
 
 
 def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
-    """Raise ``ValueError`` if a batch was split in another layout, or over as many other ranks, than by ``handler``.
-    (Attention finds out other numbers of ranks.)"""
-    if is_compiling() or not len(batch.split_as[1]) == handler.cp.size > 1:
+    """Raise ``ValueError`` if a batch was split in another layout, or over as many other ranks, than by ``handler``; or
+    over several, if that has one. (Attention finds out other numbers of ranks.)"""
+    if is_compiling():
+        return
+    if batch.ranks > 1 == handler.cp.size:
+        raise ValueError(
+            f"this batch was split over {batch.ranks} ranks, and the handler of this block is that of a mesh of one "
+            "rank. Each rank would take its share for the whole sequence. Split the whole batch with the handler of "
+            "this block, or enter the block of the handler that has split it"
+        )
+    if not len(batch.split_as[1]) == handler.cp.size > 1:
         return
     (layout, ranks), own = batch.split_as, ranks_of(handler.mesh)
     if (layout, ranks) != (handler.layout, own):

@@ -385,23 +385,33 @@ class BatchState:
             return
         global calls_of_engine
         calls_of_engine += 1
-        entered, opened = self._this_thread.blocks.entered, _of_all_meshes.entered
+        entered = self._this_thread.blocks.entered
         for block in entered[-1:]:
             block.used = True  # also by cross-attention, which its documents do not describe
-        split = (entered or opened)[-1].split if entered or opened else None
-        try:
-            if ranks > 1:
-                self._check_split(split, length, layout, ranks)
-        except ValueError:
-            if checkpoint.in_recompute():  # of a forward in a block of its own (few calls come here: looking is slow)
-                return
-            raise
+        if not self.fits(length, layout, ranks):
+            return
         if length not in self.lengths:
             if ranks > 1:
-                self.lengths.warn_of_change(length, split if entered else None)
+                self.lengths.warn_of_change(length, entered[-1].split if entered else None)
             self.lengths.record(length)
 
+    def fits(self, length: int, layout: str | None, ranks: int) -> bool:
+        """False if a recompute runs in the block of another batch than its forward. Arguments and errors are those of
+        :meth:`record_call`, which calls this; on one rank, where attention may be the user's own, modules do."""
+        opened = self._this_thread.blocks.entered or _of_all_meshes.entered
+        try:
+            self._check_split(opened[-1].split if opened else None, length, layout, ranks)
+        except ValueError:
+            if checkpoint.in_recompute():  # of a forward in a block of its own (few calls come here: looking is slow)
+                return False
+            raise
+        return True
+
     def _check_split(self, split: Split | None, length: int, layout: str | None, ranks: int) -> None:
+        if ranks == 1:  # any layout is right there
+            if split:
+                self.lengths.refuse_other_ranks(split, length, ranks, bool(self._this_thread.blocks.entered))
+            return
         of_buffers = self.layouts_of_buffers[-1:]
         if of_buffers and layout not in (None, *of_buffers):
             (given,) = of_buffers

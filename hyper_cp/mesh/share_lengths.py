@@ -63,13 +63,7 @@ class ShareLengths:
     def check(self, split: Split, length: int, layout: str | None, ranks: int, of_this_mesh: bool) -> None:
         """Raise ``ValueError`` if a batch was split for another mesh or layout than that of a call, or if the call has
         got the whole batch. ``of_this_mesh``: the batch is that of a block of this mesh, and not of another one."""
-        other = split.share == length and length * ranks != split.padded
-        if other and (of_this_mesh or not self._made.get(length)):
-            raise ValueError(
-                f"attention runs over {ranks} ranks, and this batch of {split.padded} positions was split over "
-                f"{split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs on, or "
-                "with ContextParallelHandler.of(model)"
-            )
+        self.refuse_other_ranks(split, length, ranks, of_this_mesh)
         if not of_this_mesh:
             return
         if layout not in (None, split.layout):
@@ -79,6 +73,16 @@ class ShareLengths:
                 "ContextParallelHandler.of(model)"
             )
         self.refuse_whole(split, length)
+
+    def refuse_other_ranks(self, split: Split, length: int, ranks: int, of_this_mesh: bool) -> None:
+        """Raise ``ValueError`` if a call has got the share of a batch that was split over more or fewer ranks."""
+        other = split.share == length and length * ranks != split.padded
+        if other and (of_this_mesh or not self._made.get(length)):
+            raise ValueError(
+                f"attention runs over {ranks} rank{'s' * (ranks > 1)}, and this batch of {split.padded} positions was "
+                f"split over {split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs "
+                "on, or with ContextParallelHandler.of(model)"
+            )
 
     def refuse_whole(self, split: Split, length: int) -> None:
         """Raise ``ValueError`` if a call has got the whole batch, and not this rank's share; warn, once, where it may

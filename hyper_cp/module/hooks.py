@@ -61,7 +61,8 @@ class AttentionHooks:
         the exchange to its attention call."""
         self._refuse_nesting(module)
         given, kwargs = documents_keyword(kwargs, self.takes_documents)
-        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
+        tensors = (*args, *kwargs.values())
+        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),), tensors)
         if is_compiling():
             checkpoint.refuse_recompiled(self.name, documents is not None)
         call = RunningCall(self.binding, module, mesh, documents, latents=self.latents)

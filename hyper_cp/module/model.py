@@ -8,7 +8,7 @@ weights, and which module it is. That costs a few requests to a store, once for 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -71,11 +71,14 @@ def _contains(root: nn.Module, module: nn.Module) -> bool:
     return any(child is module for child in root.modules())
 
 
-def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+def begin_call(
+    binding: Binding, module: nn.Module, read: Callable[[], tuple[Any, ...]], given: Iterable[Any] = ()
+) -> tuple[Any, ...]:
     """Return the mesh of a call of a styled module, and the batch state that ``read`` returns: the one place where
     modules get them. In a recompute by activation checkpointing they are those of the forward.
 
-    The first call of a module on a mesh compares its model across the ranks.
+    The first call of a module on a mesh compares its model across the ranks. On a mesh of one rank ``ValueError`` is
+    raised if the hidden states among the arguments that it is ``given`` are the share of a batch of several ranks.
     """
     state: tuple[Any, ...] = checkpoint.batch_state(binding, lambda: (binding.of_call(), *read()))
     if not is_compiling():
@@ -83,6 +86,10 @@ def begin_call(binding: Binding, module: nn.Module, read: Callable[[], tuple[Any
         if binding.first_call is not None and binding.active.parallel:
             binding.first_call(binding, module)
             binding.first_call = None
+        if not state[0].parallel and binding.style.qkv_indices is None:
+            dim = 0 if binding.style.seq_dim == 0 else 1
+            for length in {x.shape[dim] for x in given if isinstance(x, Tensor) and x.ndim == 3}:
+                state[0].views[0].batch.fits(length, None, 1)
     compare_model_across_ranks(binding, module, state[0])
     return state
 

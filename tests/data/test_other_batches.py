@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, split_cp_mesh
 from hyper_cp.ops import attention, causal_conv1d
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
@@ -127,6 +128,48 @@ def other_mesh(split_by: str) -> None:
 def test_a_handler_of_another_mesh_than_the_model_is_refused(ranks: Any) -> None:
     ranks.raises(4, "ValueError", "over 4 ranks, and this batch of 16 positions was split over 2", other_mesh, "half")
     ranks(4, other_mesh, "all")
+
+
+class Projected(nn.Module):
+    """Attention of two heads over the hidden states that it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(2, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@on_ranks
+def on_one_rank() -> dict[str, str]:
+    """Errors of models on a mesh of one rank that get the share of a batch of two."""
+    family = split_cp_mesh(cp_mesh())
+    inside = ContextParallel(2, 1, ulysses_degree=1, qkv_indices=None, kv_exchange="ring")
+    handler, alone = ContextParallelHandler(family.cp(2), inside), ContextParallelHandler(family.cp(1), inside)
+    projected = parallelize_module(Projected(), family.cp(1), inside)
+    between = parallelize_module(modules.BNSD(True), family.cp(1), ContextParallel(2, 1, 1))
+    x = torch.randn(1, LENGTH, 8)
+    batch = handler.get_batch_on_this_cp_rank({"x": x})
+
+    def run(block: ContextParallelHandler, given: Any, module: nn.Module, *tensors: Tensor) -> None:
+        with block.documents(given):
+            module(*tensors)
+
+    q = batch["x"].unflatten(2, (2, -1)).transpose(1, 2)
+    run(alone, alone.get_batch_on_this_cp_rank({"x": x}), projected, x)
+    run(handler, batch, projected, x)  # the whole sequence, beside the model of that batch
+    words = "attention runs over 1 rank, and this batch of 16 positions was split over 2"
+    return errors_of(
+        {
+            f"ValueError: {words}": lambda: run(handler, batch, projected, batch["x"]),
+            f"ValueError: {words}.*model": lambda: run(handler, batch, between, q, q, q),
+            "this batch was split over 2 ranks, and the handler of this block is that of a mesh of one": lambda: run(
+                alone, batch, projected, batch["x"]
+            ),
+        }
+    )
+
+
+def test_a_share_is_no_batch_of_a_mesh_of_one_rank(ranks: Any) -> None:
+    check_errors(ranks(2, on_one_rank))
 
 
 @on_ranks

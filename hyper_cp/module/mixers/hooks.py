@@ -116,7 +116,8 @@ class StyledMixerHooks(MixerHooks):
         """Begin to route, with the documents of the call."""
         self.name = self.binding.name
         given, kwargs = documents_keyword(kwargs, self.takes_documents)
-        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),))
+        tensors = (*args, *kwargs.values())
+        mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),), tensors)
         where = mesh.views[0], self.binding.style.mode.layout, documents, None if self.exchange_heads else 1
         self.begin(module, where if mesh.parallel or documents is not None else None)
         return args, kwargs
