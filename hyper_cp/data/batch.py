@@ -360,7 +360,8 @@ class WholeBatch:
     def shift_further(self, depth: int, fill: Mapping[Any, float], cross_documents: bool) -> dict[Any, float]:
         """Add, for k = 1 to ``depth``, the tokens k positions on and the labels k + 1 on, and return the values with
         which they are padded: those of ``fill`` for tokens and labels, which also stand where there is no further one
-        in the sequence, or in the document unless labels ``cross_documents``. Padding before tokens has none."""
+        in the sequence, or in the document unless labels ``cross_documents``. Padding before tokens has none. Labels on
+        padding are filled, too."""
         own = self.documents.rows if self.documents and not cross_documents else ((0, self.length),)
         rows = [*own] * len(self.padding) if self.padding and len(own) == 1 else own
         rows = [sorted({*a, *b}) for a, b in zip(rows, self.padding or ((),) * len(rows), strict=True)]
@@ -373,7 +374,11 @@ class WholeBatch:
                         "can be kept. Rename it"
                     )
                 dim, value = self.dims[source], fill.get(source, 0)
-                self.entries[name] = shifted(self.entries[source], dim, value, rows, by)
+                x = shifted(self.entries[source], dim, value, rows, by)
+                if source == "labels" and self.tokens is not None:
+                    hidden = ~self.tokens.view(len(self.tokens), *[1] * (x.ndim - 2), -1)[0 if x.ndim == 1 else ...]
+                    x = x.movedim(dim, -1).masked_fill(hidden.to(x.device), value).movedim(-1, dim)
+                self.entries[name] = x
                 self.dims[name], made[name] = dim, value
         return made
 

@@ -132,6 +132,16 @@ def entries() -> None:
     assert crossing["shift_labels_1"].tolist() == [[3, 4, 5, 6, 7, 8, -100, -100]]
     assert crossing["shift_labels_9"].tolist() == [[-100] * 8] and crossing["tokens_9"].tolist() == [[0] * 8]
     get = handler.get_batch_on_this_cp_rank
+    for padding, want in {  # whose labels are those that input_ids have there
+        "11110000": [3, 4] + [-100] * 6,
+        "00001111": [-100] * 4 + [7, 8, -100, -100],
+    }.items():
+        mask = torch.tensor([[*map(int, padding)]])
+        for x, shown, dim in ((ids, mask, 1), (ids.T, mask.T, 0), (ids[0], mask, 0)):
+            padded = {"tokens": x, "labels": x, "attention_mask": shown}
+            dims = {"tokens": dim, "labels": dim, "attention_mask": 1 if shown is mask else 0}
+            made = get(padded, dims, shift_labels=True, mtp_depth=1)
+            assert made["shift_labels_1"].flatten().tolist() == want and made["shift_labels_1"].shape == x.shape
     for words, call in {
         "mtp_depth=-1 must be a non-negative int": lambda: get(whole, shift_labels=True, mtp_depth=-1),
         "mtp_depth=1 without shift_labels=True": lambda: get(whole, mtp_depth=1),
