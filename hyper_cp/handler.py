@@ -278,12 +278,13 @@ class ContextParallelHandler(Shares):
             The rotated tensor, of the same shape and dtype. It is differentiable in ``tensor``.
 
         Raises:
-            ValueError, TypeError: if ``freqs`` has too few positions, or an odd number of angles or more than D.
+            ValueError, TypeError: if ``freqs`` has too few positions, an odd number of angles or more than D; if it is
+                complex; on the CPU, if it has less than D and not each of them twice.
 
         Source: RoPE, arXiv 2104.09864; argument conventions of Megatron-LM's ``apply_rotary_pos_emb``.
         """
         seq_dim, here = checked_dim(tensor, seq_dim), tensor.shape[seq_dim]
-        table = rotary.checked_table(tensor, freqs, seq_dim, mscale)
+        table = rotary.checked_table(tensor, freqs, seq_dim, interleaved, mscale)
         if local:
             if len(table) != here:
                 raise ValueError(

@@ -301,6 +301,7 @@ def test_rotary_embedding_by_true_positions(ranks: Any, world: int, layout: str)
 def wrong_rotary() -> dict[str, str]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     x = torch.zeros(2, 4, 1, 4)  # S = 8
+    once = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.1]))
     return errors_of(
         {
             "has 4 positions in dimension 0. Tokens of this rank are at positions up to": lambda: (
@@ -310,6 +311,15 @@ def wrong_rotary() -> dict[str, str]:
                 x, torch.zeros(8, 4), local=True
             ),
             "freqs has 3 angles": lambda: handler.apply_rotary_pos_emb(x, torch.zeros(8, 3)),
+            "TypeError: freqs is torch.complex64, as tables of cosines": lambda: handler.apply_rotary_pos_emb(
+                x, torch.polar(torch.ones(8, 2), once), interleaved=True
+            ),
+            "freqs has 2 angles per position, which are not each angle twice in halves, for 4": lambda: (
+                handler.apply_rotary_pos_emb(x, once)
+            ),
+            r"each angle twice next to each other \(interleaved=True\), for 8": lambda: handler.apply_rotary_pos_emb(
+                x.repeat(1, 1, 1, 2), once.repeat(1, 2), interleaved=True
+            ),
             "Each position has R angles": lambda: handler.apply_rotary_pos_emb(x, torch.zeros(8, 2, 4)),
             "differ between the 2 rows": lambda: handler.get_emb_on_this_cp_rank(
                 torch.zeros(8, 4), documents=[[0, 8], [0, 3, 8]]

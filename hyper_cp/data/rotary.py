@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._torch.compiling import is_compiling
 from ..mesh.arguments import check_type
 from .collectives import over_rows
 
@@ -48,9 +49,15 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((-second, first), two).flatten(-2)
 
 
-def checked_table(tensor: Tensor, freqs: Tensor, seq_dim: int, mscale: float) -> Tensor:
+def checked_table(tensor: Tensor, freqs: Tensor, seq_dim: int, interleaved: bool, mscale: float) -> Tensor:
     """The angles ``[L, R]`` of ``apply_rotary_pos_emb``; ``TypeError`` or ``ValueError`` if arguments do not fit."""
     check_type("freqs", freqs, Tensor, "It holds the angles of positions. Pass a tensor [L, R] or [L, 1, 1, R]")
+    if freqs.is_complex():
+        raise TypeError(
+            f"freqs is {freqs.dtype}, as tables of cosines and sines are. It holds angles, each twice. Pass "
+            "freqs.angle().repeat_interleave(2, -1) and interleaved=True, or multiply by the rows of "
+            "get_emb_on_this_cp_rank"
+        )
     if freqs.ndim < 2 or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
         raise ValueError(
             f"freqs has shape {tuple(freqs.shape)}. Each position has R angles. Pass a tensor [L, R] or [L, 1, 1, R]"
@@ -61,4 +68,22 @@ def checked_table(tensor: Tensor, freqs: Tensor, seq_dim: int, mscale: float) ->
             "the one that is rotated. Pass a tensor [.. S/n .., D]"
         )
     check_type("mscale", mscale, (int, float), "Cosine and sine are multiplied by it. Pass a number")
-    return freqs.reshape(freqs.shape[0], freqs.shape[-1])
+    table = freqs.reshape(freqs.shape[0], freqs.shape[-1])
+    if not is_compiling() and type(table) is Tensor and table.device.type == "cpu":  # elsewhere the host would wait
+        _refuse_angles_once(table, tensor.shape[-1], interleaved)
+    return table
+
+
+def _refuse_angles_once(table: Tensor, width: int, interleaved: bool) -> None:
+    """Raise ``ValueError`` if a table has fewer angles than channels, and not each of them twice."""
+    size = table.shape[1]
+    if size % 2 or not 0 < size < width:
+        return
+    first, second = table.unflatten(1, (-1, 2) if interleaved else (2, -1)).unbind(2 if interleaved else 1)
+    if not torch.equal(first, second):
+        where = "next to each other (interleaved=True)" if interleaved else "in halves"
+        raise ValueError(
+            f"freqs has {size} angles per position, which are not each angle twice {where}, for {width} channels. "
+            "Angles of pairs that differ would be wrong, and the other channels would stay as they are. Pass "
+            "torch.cat((freqs, freqs), -1), or with interleaved=True freqs.repeat_interleave(2, -1)"
+        )
