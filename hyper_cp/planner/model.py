@@ -51,8 +51,15 @@ BLOCKS = ("index_topk_blocks", "index_block_size", "index_n_heads", "index_head_
 """Those of an indexer over blocks of keys: blocks that a query selects, keys of a block, heads and their width."""
 GROUPED = ("q_lora_rank", "o_groups", "o_lora_rank")
 """The names under which configurations have the sizes of narrow projections of queries and, in groups, of outputs."""
-INDEXED, WINDOWED = "indexed_attention", "sliding_attention"
-"""Types of layers: attention to selected keys, and to a window."""
+INDEXED, WINDOWED, CHUNKED = "indexed_attention", "sliding_attention", "chunked_attention"
+"""Types of layers: attention to selected keys, to a window, and in chunks."""
+ALIKE = {
+    **dict.fromkeys(("attention", "hybrid", "noncausal_full_attention"), DENSE),
+    **dict.fromkeys(("hybrid_sliding", "reference_sliding_attention"), WINDOWED),
+}
+"""Types of layers whose attention is that of another type. In a hybrid layer attention runs beside a recurrence."""
+RECURRENT = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
+"""Types of layers without attention."""
 
 
 class Pooling(NamedTuple):
@@ -250,7 +257,8 @@ def model_shape(model: Any) -> ModelShape:
     its ``text_config``, if there is one). transformers is not needed.
 
     Raises:
-        TypeError: if a size is missing that cannot be derived.
+        TypeError: if a size is missing that cannot be derived, or for ``layer_types`` of other names than those of
+            transformers.
     """
     if isinstance(model, ModelShape):
         return model
@@ -323,8 +331,17 @@ def _kinds_of_layers(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     window, chunk = _get(config, "sliding_window") or 0, _get(config, "attention_chunk_size")
     sliding = window and _get(config, "use_sliding_window") is not False
     types = [*(_get(config, "layer_types") or [WINDOWED if sliding else DENSE] * sizes["layers"])]
-    kinds, sparse = Counter(types), Counter[int]()
-    keys = {"chunked_attention": chunk and max(1, chunk // 2)}
+    kinds, sparse = Counter(ALIKE.get(kind, kind) for kind in types), Counter[int]()
+    if unknown := kinds.keys() - {DENSE, WINDOWED, CHUNKED, INDEXED, ENTRIES, COMPRESSED, SPARSE_BLOCKS, *RECURRENT}:
+        raise TypeError(
+            f"the model has layers of types {sorted(map(str, unknown))}, and nothing says how many keys their queries "
+            "see. The cost of a step depends on it. Pass a ModelShape, or a dict with sizes 'windows' and 'sparse', or "
+            f"with layer_types {DENSE!r}, {WINDOWED!r} and {RECURRENT[0]!r}"
+        )
+    for kind, size in ((WINDOWED, window), (CHUNKED, chunk)):
+        if not size:
+            kinds[DENSE] += kinds.pop(kind, 0)
+    keys = {CHUNKED: chunk and max(1, chunk // 2)}
     topk, *lightning = (_get(config, name) or 0 for name in INDEXER.values())
     scores, (tokens, pool, *indexer) = 0.0, _pooled(config) or (topk, 1, *lightning)
     poolings = _poolings(config, kinds, sizes)
@@ -341,7 +358,7 @@ def _kinds_of_layers(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     if kinds[SPARSE_BLOCKS]:
         blocks, size, *indexer = _sizes(config, SPARSE_BLOCKS, BLOCKS)
         keys[SPARSE_BLOCKS], scores = blocks * size, float(kinds[SPARSE_BLOCKS])
-    windows = ((window, kinds.pop(WINDOWED, 0)),) if window and kinds[WINDOWED] else ()
+    windows = ((window, kinds.pop(WINDOWED, 0)),) if kinds[WINDOWED] else ()
     for kind in kinds.keys() - {DENSE, ENTRIES, COMPRESSED}:
         sparse[keys.get(kind) or 0] += kinds[kind]
     score = 2 * indexer[0] * indexer[1] if scores else 0

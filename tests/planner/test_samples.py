@@ -41,6 +41,21 @@ def test_layers_of_each_kind_have_their_costs() -> None:
     assert cost_model(unused, 8192, 2) == full
 
 
+def test_no_layer_with_attention_is_free() -> None:
+    """Falcon H1 and Zaya have attention beside a recurrence in each layer, Inkling in some of them a window."""
+    full, more = cost_model(LLAMA, 8192, 2), {"sliding_window": 512}
+    for kind in ("hybrid", "attention", "noncausal_full_attention", "chunked_attention"):
+        assert cost_model(LLAMA | {"layer_types": [kind] * 32}, 8192, 2).quadratic == full.quadratic, kind
+    for kind in ("hybrid_sliding", "reference_sliding_attention"):
+        types = {"layer_types": [kind] * 16 + ["hybrid"] * 16}
+        mixed = cost_model(LLAMA | more | types, 8192, 2)
+        assert mixed.windows == ((512, pytest.approx(full.quadratic / 2)),), kind
+        assert mixed.quadratic == pytest.approx(full.quadratic / 2)
+        assert cost_model(LLAMA | types, 8192, 2) == full  # no window
+    with pytest.raises(TypeError, match=r"layers of types \['window_attention'\], and nothing says how many keys"):
+        cost_model(LLAMA | {"layer_types": ["window_attention"] * 16 + ["mamba"] * 16}, 8192, 2)
+
+
 QSA = {"indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_n_heads": 4, "indexer_head_dim": 128}
 KPOOL = {"index_topk": 2048, "index_kpool": 16, "index_n_heads": 4, "index_head_dim": 128}
 
