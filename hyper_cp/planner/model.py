@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..mesh.arguments import check_choice, check_int
+from ..mesh.arguments import check_choice, check_int, is_int
 from ..schedule.choices import heads_after_sharing
 from .cluster import read_object
 
@@ -53,11 +55,15 @@ GROUPED = ("q_lora_rank", "o_groups", "o_lora_rank")
 """The names under which configurations have the sizes of narrow projections of queries and, in groups, of outputs."""
 INDEXED, WINDOWED, CHUNKED = "indexed_attention", "sliding_attention", "chunked_attention"
 """Types of layers: attention to selected keys, to a window, and in chunks."""
+CHUNK = "attention_chunk_size"
 ALIKE = {
     **dict.fromkeys(("attention", "hybrid", "noncausal_full_attention"), DENSE),
     **dict.fromkeys(("hybrid_sliding", "reference_sliding_attention"), WINDOWED),
 }
 """Types of layers whose attention is that of another type. In a hybrid layer attention runs beside a recurrence."""
+PATTERNS, EVERY = ("sliding_window_pattern", "_sliding_window_pattern"), {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
+"""The names under which configurations without types of layers say that every so many layers one has no window, and
+models whose configurations do not say it."""
 RECURRENT = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 """Types of layers without attention."""
 
@@ -328,9 +334,12 @@ def _kinds_of_layers(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     ``sizes``: the others of the model."""
     if given := [name for name in ("sparse", "windows", "poolings", "scores") if _get(config, name)]:
         return {name: _get(config, name) for name in given}
-    window, chunk = _get(config, "sliding_window") or 0, _get(config, "attention_chunk_size")
+    window, chunk = _get(config, "sliding_window") or 0, _get(config, CHUNK)
     sliding = window and _get(config, "use_sliding_window") is not False
     types = [*(_get(config, "layer_types") or [WINDOWED if sliding else DENSE] * sizes["layers"])]
+    every: Any = next((x for name in PATTERNS if (x := _get(config, name))), EVERY.get(_get(config, "model_type")))
+    if sliding and not _get(config, "layer_types") and is_int(every):
+        types[every - 1 :: every] = [DENSE] * len(types[every - 1 :: every])
     kinds, sparse = Counter(ALIKE.get(kind, kind) for kind in types), Counter[int]()
     if unknown := kinds.keys() - {DENSE, WINDOWED, CHUNKED, INDEXED, ENTRIES, COMPRESSED, SPARSE_BLOCKS, *RECURRENT}:
         raise TypeError(
@@ -427,13 +436,16 @@ def _get(config: Any, name: str) -> Any:
 
 
 def configuration(model: Any) -> Any:
-    """The configuration under a path or a name; anything else as it is."""
+    """The configuration under a path or a name; anything else as it is. The contents of a config.json without types of
+    layers are completed by transformers, if that is installed."""
+    if isinstance(model, Mapping):
+        return _completed(model)
     if not isinstance(model, (str, Path)):
         return model
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return read_object("model", path, "A configuration is", "a config.json")
+        return _completed(read_object("model", path, "A configuration is", "a config.json"))
     # A name has at most one slash, and no ending of a file: everything else would only be looked up in the network.
     if isinstance(model, Path) or path.suffix == ".json" or model[:1] in ("/", ".", "~") or len(path.parts) > 2:
         raise ValueError(
@@ -449,3 +461,17 @@ def configuration(model: Any) -> Any:
             f"model={str(model)!r} is no file, and no configuration of this name was found: {error}. Names are looked "
             "up by transformers. Pass the path of a config.json, or a dict of sizes"
         ) from error
+
+
+def _completed(config: Mapping[str, Any]) -> Any:
+    """What transformers makes of the contents of a config.json, which leaves out what is the default of its model (the
+    types of layers, or a tied embedding); the contents if there are no windows or chunks, or no such model."""
+    text = config.get("text_config") or config
+    partial = isinstance(text, Mapping) and "hidden_size" in text and not text.get("layer_types")
+    if not (partial and config.get("model_type") and any(text.get(name) for name in ("sliding_window", CHUNK))):
+        return config
+    with suppress(Exception):  # no transformers, or a model or a configuration that this version does not know
+        from transformers import AutoConfig  # optional
+
+        return type(AutoConfig.for_model(config["model_type"])).from_dict(deepcopy(dict(config)))
+    return config

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
 from hyper_cp import CostModel, DynamicContextParallel, cost_model, plan
 from hyper_cp.planner.cluster import PROFILES
+from hyper_cp.planner.model import configuration, model_shape
 
 LLAMA: dict[str, Any] = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 
@@ -54,6 +56,35 @@ def test_no_layer_with_attention_is_free() -> None:
         assert cost_model(LLAMA | types, 8192, 2) == full  # no window
     with pytest.raises(TypeError, match=r"layers of types \['window_attention'\], and nothing says how many keys"):
         cost_model(LLAMA | {"layer_types": ["window_attention"] * 16 + ["mamba"] * 16}, 8192, 2)
+
+
+HUB = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "vocab_size": 256000, "head_dim": 128}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "more", "every"),
+    [
+        ("gemma3_text", {"sliding_window_pattern": 6}, 6),
+        ("gemma2", {}, 2),
+        ("cohere2", {"sliding_window_pattern": 4}, 4),
+    ],
+)
+def test_layers_without_a_window_of_a_config_json(
+    kind: str, more: dict[str, int], every: int, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the hub name no types of layers, and leave out what is the default of a model."""
+    hub = HUB | {"model_type": kind, "num_hidden_layers": 12, "intermediate_size": 14336, "sliding_window": 1024} | more
+    if installed:
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    of_images = [{"model_type": "gemma3", "text_config": hub}] if kind == "gemma3_text" else []
+    for config in (hub, *of_images):
+        shape = model_shape(configuration(config))
+        assert (shape.dense, shape.windows) == (12 // every, ((1024, 12 - 12 // every),))
+        assert shape.tied == installed  # the default of these models
+        assert cost_model(config, 8192, 2).windows[0][0] == 1024
 
 
 QSA = {"indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_n_heads": 4, "indexer_head_dim": 128}
