@@ -38,6 +38,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 DENSE, SPARSE_BLOCKS = "full_attention", "minimax_m3_sparse"
 ENTRIES, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 """Types of layers of configurations, beside those of other names."""
+SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+"""The names under which configurations have the inner size of an expert that all tokens run through."""
 NORMS = ("fused", "plain", "transformers")
 NECESSARY = ("layers", "heads", "width", "vocabulary")
 LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -263,12 +265,17 @@ def model_shape(model: Any) -> ModelShape:
     its ``text_config``, if there is one). transformers is not needed.
 
     Raises:
-        TypeError: if a size is missing that cannot be derived, or for ``layer_types`` of other names than those of
-            transformers.
+        TypeError: if a size is missing that cannot be derived, for ``layer_types`` of other names than those of
+            transformers, and for an encoder-decoder.
     """
     if isinstance(model, ModelShape):
         return model
     config = getattr(model, "config", model)
+    if _get(config, "is_encoder_decoder"):
+        raise TypeError(
+            f"the model, a {type(model).__name__}, is an encoder-decoder (is_encoder_decoder=True). The costs here are "
+            "those of a decoder over one sequence. Pass a dict with the sizes of each by itself"
+        )
     config = _layer_of(_get(config, "text_config") or config)
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
@@ -280,10 +287,13 @@ def model_shape(model: Any) -> ModelShape:
             )
         if value is not None:
             found[size] = value
+    if _get(config, "multi_query") and not _get(config, "new_decoder_architecture"):  # Falcon, GPT BigCode
+        found["kv_heads"] = 1
     experts, active = found.pop("experts", None), found.pop("active_experts", None)
     inner = found.pop("expert_ffn", None) or found.get("ffn")
     if experts and active and inner:
         shared = (_get(config, "n_shared_experts") or 0) * inner
+        shared += next((x for name in SHARED if (x := _get(config, name))), 0)
         found["ffn"], found["stored_ffn"] = active * inner + shared, experts * inner + shared
     found |= _latent_attention(config, found["layers"], found["heads"], found["width"])
     found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))

@@ -87,6 +87,16 @@ def test_layers_without_a_window_of_a_config_json(
         assert cost_model(config, 8192, 2).windows[0][0] == 1024
 
 
+def test_sizes_of_configurations_by_other_names() -> None:
+    experts = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    shape = model_shape(LLAMA | experts | {"shared_expert_intermediate_size": 5632})  # Qwen1.5-MoE
+    assert (shape.ffn, shape.stored_ffn) == (4 * 1408 + 5632, 60 * 1408 + 5632)
+    assert model_shape(LLAMA | {"multi_query": True}).kv_heads == 1  # Falcon 7B, whose num_kv_heads are its heads
+    assert model_shape(LLAMA | {"multi_query": True, "new_decoder_architecture": True}).kv_heads == 8
+    with pytest.raises(TypeError, match="is an encoder-decoder"):
+        model_shape(LLAMA | {"is_encoder_decoder": True})
+
+
 QSA = {"indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_n_heads": 4, "indexer_head_dim": 128}
 KPOOL = {"index_topk": 2048, "index_kpool": 16, "index_n_heads": 4, "index_head_dim": 128}
 
