@@ -199,7 +199,8 @@ class ContextParallelHandler(Shares):
         """
         read = partial(read_batch, self, **options)
         counted = loss.reduced_mesh(mesh, self.mesh)
-        return local_batches(batches, read, torch.device(self.mesh.device_type), accumulate, counted, self.cp)
+        device, depth = torch.device(self.mesh.device_type), options.get("mtp_depth", 0)
+        return local_batches(batches, read, device, accumulate, counted, self.cp, depth)
 
     # ------------------------------------------------------------------ rotary embedding
 

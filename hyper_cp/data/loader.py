@@ -26,19 +26,20 @@ def local_batches(
     accumulate: int,
     mesh: DeviceMesh,
     cp: CPMesh,
+    depth: int = 0,
 ) -> Iterator[Any]:
-    """See :meth:`hyper_cp.ContextParallelHandler.loader`; ``read`` reads a whole batch, and ``mesh`` is the one over
-    whose ranks labels are counted: those of ``cp``, or more."""
+    """See :meth:`hyper_cp.ContextParallelHandler.loader`; ``read`` reads a whole batch, whose labels are those of next
+    tokens and of ``depth`` further ones, and ``mesh`` is the one over whose ranks they are counted: those of ``cp``,
+    or more."""
     check_int("accumulate", accumulate, "It is the number of micro-batches before a step of the optimizer")
     check_type("batches", batches, Iterable, "Whole batches are read from it. Pass a DataLoader, or a list of batches")
     _refuse_second_count(batches, accumulate)
     source, ranks = iter(batches), ranks_of(mesh) if accumulate > 1 else ()
-    more, kinds = mesh.size() > cp.size, None
+    more = mesh.size() > cp.size
     while group := [read(whole) for whole in islice(source, accumulate)]:
         labels = [batch.labels for batch in group]
         counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
         weights: Any = [None] if counts is None else _weights(counts)
-        kinds = counts[:0] if more and counts is not None else None
         for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
             local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
             local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
@@ -48,8 +49,8 @@ def local_batches(
                 numbers = (counts[number - 1] // (cp.size * cp.batch.copies(ranks) if more else 1)).tolist()
             local.counted = cp.batch.counted = Counted(ranks, tuple(numbers))
             yield local
-    if kinds is not None:  # ranks that have another group would wait for this one
-        _over_ranks(kinds, accumulate, mesh)
+    if more and accumulate > 1:  # ranks that have another group would wait for this one
+        _over_ranks(torch.empty(0, 1 + depth, dtype=torch.int64, device=device), accumulate, mesh)
 
 
 def _refuse_second_count(batches: Any, accumulate: int) -> None:

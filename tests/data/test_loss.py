@@ -1047,6 +1047,6 @@ def uneven_ends(count: int) -> None:
 
 def test_data_parallel_ranks_with_other_numbers_of_batches_are_refused(ranks: Any) -> None:
     ranks(2, uneven_ends, 3)
-    for count, numbers in (4, "1, 2"), (2, "1, 0"), (6, "1, 2"):
+    for count, numbers in (4, "1, 2"), (2, "1, 0"), (6, "1, 2"), (0, "2, 0"):
         words = rf"ended after \[{numbers}\] of 2 micro-batches on ranks \[0, 1\].*drop_last=True"
         ranks.raises(2, ValueError, words, uneven_ends, count)
