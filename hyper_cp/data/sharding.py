@@ -21,6 +21,7 @@ from ..schedule.documents import documents_table, mark_tokens, read, tokens_of
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
 from .collectives import roll_sequence, with_gradient_of
+from .uncounted import can_hold
 
 
 class Shares:
@@ -329,12 +330,15 @@ def _padded(tensor: Tensor, seq_dim: int, more: int, pad_value: float) -> Tensor
     shape = list(tensor.shape)
     shape[seq_dim] = more
     try:
-        return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
+        if can_hold(tensor.dtype, pad_value):  # a bool takes -100 for True, an unsigned number for another one
+            return torch.cat([tensor, tensor.new_full(shape, pad_value)], dim=seq_dim)
+        cause = None
     except (RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"pad_value={pad_value} is not a value of a tensor of {tensor.dtype} ({error}). Padding is written into "
-            "the tensor. Pass a number that this dtype holds"
-        ) from error
+        cause = error
+    raise ValueError(
+        f"pad_value={pad_value} is not a value of a tensor of {tensor.dtype}. Padding is written into the tensor. Pass "
+        "a number that this dtype holds"
+    ) from cause
 
 
 def checked_dim(tensor: Tensor, seq_dim: int, argument: str = "seq_dim", name: str = "tensor") -> int:

@@ -41,11 +41,11 @@ def widened(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def can_hold(dtype: torch.dtype, value: float) -> bool:
-    """True if a whole number is a value of a dtype."""
+    """True if a number is a value of a dtype of whole numbers (others hold all of them, more or less exactly)."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return least <= value <= most
+    return least <= value <= most and value == int(value)
 
 
 _OfBlock = tuple[Padding | None, Tensor | None, Tensor | None]

@@ -394,6 +394,11 @@ def wrong_batch() -> dict[str, str]:
             "name different documents": lambda: get(
                 {"input_ids": x, "cu_seqlens": [0, 5, 7], "cu_seqlens_kv": [0, 4, 7]}
             ),
+            "pad_value=-100 is not a value of a tensor of torch.uint8": lambda: get(
+                {"tokens": x, "classes": x.byte()}, pad_values={"classes": -100}
+            ),
+            "pad_value=2 is not a value of a tensor of torch.bool": lambda: handler.dispatch(x > 0, 1, pad_value=2),
+            "pad_value=0.5 is not a value of a tensor of torch.int64": lambda: handler.dispatch(x, 1, pad_value=0.5),
             r"pad_values names \['input'\]": lambda: get({"input_ids": x}, pad_values={"input": 3}),
             "batch is this rank's share of a batch of 7 positions.*Pass the whole batch": lambda: get(
                 get({"input_ids": x})

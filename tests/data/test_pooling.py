@@ -125,7 +125,7 @@ def values_and_refusals() -> list[str]:
     handler = ContextParallelHandler(mesh, "head_tail")
     x = torch.arange(22.0).view(2, 11)
     x[1, 4] = torch.nan  # does not count
-    share, mask = (handler.dispatch(y, 1, pad_value=9) for y in (x, ~x.isnan()))
+    share, mask = handler.dispatch(x, 1, pad_value=9), handler.dispatch(~x.isnan(), 1, pad_value=True)
     ragged: Any = {"documents": [[0, 4, 11], [0, 1, 5, 11]], "mask": mask, "gradients": None}
     for reduce, want in (
         ("sum", [[6.0, 49.0, 0.0], [11.0, 39.0, 111.0]]),
