@@ -23,7 +23,7 @@ from .data.batch import LocalBatch, batch_of, read_batch, refuse_other_split
 from .data.collectives import by_rank
 from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
-from .data.pooling import pool
+from .data.pooling import pool, refuse_sequence_first
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
 from .data.uncounted import without_padding
 from .mesh.agreement import digest
@@ -574,6 +574,8 @@ class ContextParallelHandler(Shares):
                 f"gradients={gradients!r} without gather=True. Log-probabilities of a share have the gradients of that "
                 "share. Leave it out, and pass it to mean_loss"
             )
+        if gather and length is None and not is_compiling():
+            refuse_sequence_first(self, "labels", labels)
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
         if gather and length is None:
             known = self.cp.batch.length

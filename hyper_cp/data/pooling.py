@@ -33,6 +33,8 @@ def pool(
 ) -> Tensor:
     """See :meth:`hyper_cp.ContextParallelHandler.pool`."""
     _check(x, reduce, mask)
+    if documents is None and length is None:
+        refuse_sequence_first(shares, "x", x)
     if mask is not None and (known := shares.cp.batch.entries.past_of(mask)) and known[0] is not None:
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
     factor = gradient_factor(shares.cp, x, gradients, "pool")
@@ -77,6 +79,18 @@ def pool(
         sums = sums - mean * tokens
     found = with_gradient_of(mean, sums * (factor / divisor), "pool")
     return found.view(len(x), count, *x.shape[2:])
+
+
+def refuse_sequence_first(shares: Shares, name: str, x: Tensor) -> None:
+    """Raise ``ValueError`` if values, which errors call ``name``, are those of the tokens of this thread's block with
+    the sequence in dimension 0."""
+    rows, share = shares.cp.batch.rows_and_share
+    if rows != share and tuple(x.shape[:2]) == (share, rows):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, and this rank has {share} tokens in each of the {rows} rows of the "
+            "batch of this block. The sequence is dimension 1 here. Pass values [B, S/n, ...]: "
+            f"{name}.transpose(0, 1)"
+        )
 
 
 def _check(x: Any, reduce: Any, mask: Any) -> None:

@@ -198,6 +198,31 @@ def test_values_and_refusals(ranks: Any) -> None:
 
 
 @on_ranks
+def sequence_first() -> list[str]:
+    """Errors of values [S/n, B, ...] in the block of a batch without padding, and sums of [B, S/n] and of others."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    x = torch.arange(24.0).view(8, 3)
+    batch = handler.get_batch_on_this_cp_rank({"tokens": x.long(), "labels": x.long()}, 0)
+    share, labels, head = handler.dispatch(x, 0), batch["labels"], torch.randn(24, 5)
+    with handler.documents(batch):
+        assert handler.pool(share.T, "sum", gradients=None).flatten().tolist() == x.sum(0).tolist()
+        assert handler.pool(torch.ones(4, 2), "sum", gradients=None).tolist() == [[4.0]] * 4  # of another sequence
+        assert handler.log_probs(torch.randn(3, 4, 5), labels.T, head=head, gather=True).shape == (3, 8)
+        return [
+            error_of(lambda: handler.pool(share, "sum")),
+            error_of(lambda: handler.log_probs(torch.randn(4, 3, 5), labels, head=head, gather=True)),
+        ]
+
+
+def test_values_with_the_sequence_first_are_refused(ranks: Any) -> None:
+    for found in ranks(2, sequence_first):
+        for name, error in zip(("x", "labels"), found, strict=True):
+            assert error.startswith(f"ValueError: {name} has shape (4, 3), and this rank has 4 tokens in each of"), (
+                error
+            )
+
+
+@on_ranks
 def without_rows(length: int) -> list[Any]:
     """Shapes and values of a batch of 0 rows, as the last one of a loader of one rank may be."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
