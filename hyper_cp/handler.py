@@ -35,7 +35,7 @@ from .module.thread_stack import of_this_thread
 from .ops import max_logits
 from .ops.differentiable import refuse_dtensor
 from .schedule import layout as layouts
-from .schedule.documents import documents_table, read, tokens_of
+from .schedule.documents import documents_table, packed_of, tokens_of
 from .style import ContextParallel, style_of
 
 
@@ -220,14 +220,15 @@ class ContextParallelHandler(Shares):
         table = documents_for(self, documents, length * self.cp.size)
         if table is None:
             return length * self.cp.size
-        return max((b - a for row in read(table).rows for a, b in pairwise(row)), default=0)
+        return max((b - a for row in packed_of(table).rows for a, b in pairwise(row)), default=0)
 
     def get_emb_on_this_cp_rank(self, emb: Tensor, seq_dim: int = 0, *, documents: Any = None) -> Tensor:
         """Return the rows of a table over positions for this rank's tokens: ``[.. L ..] -> [.. S/n ..]``.
 
         Without documents the table is global (L = S, which must split evenly). With them it is a table over
         positions within a document (L >= :meth:`get_rotary_seq_len`), and rows repeat. Documents that differ
-        between rows of the batch raise: index the table by ``position_ids(..., restart=True)`` then.
+        between rows of the batch raise: index the table by ``position_ids(..., restart=True)`` then. In the block of a
+        batch, padding of its ``attention_mask`` is no document: its positions are those of ``position_ids`` there.
 
         Args:
             emb: the table, for example rotary angles ``[L, 1, 1, R]``, as Megatron makes them, or cosines ``[L, R]``.

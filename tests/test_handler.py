@@ -298,6 +298,38 @@ def test_rotary_embedding_by_true_positions(ranks: Any, world: int, layout: str)
 
 
 @on_ranks
+def behind_padding(layout: str) -> list[bool]:
+    """True where rows of tables, and angles, are those of a batch's ``position_ids`` on its tokens, before which there
+    is padding, in as many positions in each row or not."""
+    handler, found = ContextParallelHandler(init_device_mesh("cpu", (2,)), layout), []
+    table, x = torch.arange(11.0)[:, None], torch.randn(2, 11, 1, 2, dtype=torch.float64)
+    packed = {"cu_seqlens": [0, 4, 9], "cu_seqlens_padded": [0, 5, 11]}
+    for padding, more, longest in (
+        ((3, 3), {}, 11),
+        ((1, 4), {}, 11),
+        ((1, 4), {"cu_seqlens": [0, 7, 11]}, 7),
+        ((0, 2), packed, 5),
+    ):
+        mask = torch.arange(11) >= torch.tensor(padding)[:, None]
+        batch = handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": mask, **more})
+        for given in (batch, pickle.loads(pickle.dumps(batch)), batch.documents):
+            with handler.documents(given):
+                rows = handler.get_emb_on_this_cp_rank(table)[:, 0]
+                turned = handler.apply_rotary_pos_emb(batch["x"], table.double().expand(-1, 2))
+                assert handler.get_rotary_seq_len(len(rows)) == longest
+            at = batch["position_ids"]
+            want = rotated(batch["x"], at.double(), torch.ones(1, dtype=torch.float64), False)
+            found += [torch.equal(rows.expand(2, -1), at.float()), relative_error(turned, want) <= 1e-12]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "per_document"])
+def test_tables_have_the_positions_of_a_padded_batch(ranks: Any, layout: str) -> None:
+    for found in ranks(2, behind_padding, layout):
+        assert all(found), found
+
+
+@on_ranks
 def wrong_rotary() -> dict[str, str]:
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "head_tail")
     x = torch.zeros(2, 4, 1, 4)  # S = 8

@@ -22,7 +22,7 @@ from ..mesh.arguments import check_int, check_type, is_int
 from ..mesh.padding import Form, Padding
 from ..mesh.split import Counted
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, documents_table, mark_copy, mark_tokens, read, tokens_of
+from ..schedule.documents import PackedDocuments, documents_table, mark_copy, mark_packed, mark_tokens, read, tokens_of
 from .loss import check_ignore_index, ranks_of
 from .packing import IDS, OFFSETS, PreparedBatch, padded_mask, runs, take_documents
 from .sharding import Shares, checked_dim, local_share, padded_table, resolve_layout
@@ -41,6 +41,8 @@ class LocalBatch:
     """Boundaries of documents and padding as a CPU table ``[1 or B, m]``, for ``handler.documents(batch)``."""
     tokens: Tensor | None = None
     """``[1 or B, S]`` on the CPU: False on padding that is a document in ``documents``; None: there is none."""
+    packed: Sequence[Sequence[int]] | None = None
+    """Boundaries of the packed documents, in which positions restart, if ``documents`` has those of padding, too."""
     length: int = 0
     """Positions of the whole sequence before padding, for ``handler.combine(..., length=batch.length)``."""
     padded_length: int = 0
@@ -67,6 +69,7 @@ class LocalBatch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         mark_copy(self.documents, self.tokens)
+        mark_packed(self.documents, self.packed)
         record_table(self)
 
 
@@ -205,6 +208,8 @@ def read_batch(
         found: Any = _Dict(shares) if named else make(shares.values())
         found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
         found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
+        found.packed = whole.restarting.rows if whole.padding else None
+        mark_packed(found.documents, found.packed)
         if not is_compiling():
             found.split_as = handler.layout, ranks_of(handler.mesh)
         record_table(found)
@@ -432,13 +437,18 @@ class WholeBatch:
             return ~shown if dim % x.ndim else ~shown.mT
         return None if past is None else past.view([-1 if i == dim % x.ndim else 1 for i in range(x.ndim)])
 
+    @property
+    def restarting(self) -> PackedDocuments:
+        """The documents in which positions restart."""
+        return self.documents or PackedDocuments([[0, self.length]])
+
     def positions(self, at: Tensor) -> Tensor:
         """Position ids of tokens at ``[S/n]``, in the form of the tokens, ``[B, S/n]`` or ``[S/n]``. They restart in
         packed documents.
 
         Padding positions restart at 0: a table of positions need not be longer than the sequence.
         """
-        found = (self.documents or PackedDocuments([[0, self.length]])).restarted(at)
+        found = self.restarting.restarted(at)
         if self.first.ndim == 1:
             return found[0]
         found = found.expand(self.rows, -1)

@@ -17,7 +17,7 @@ from ..mesh.arguments import check_type, is_int
 from ..mesh.cp_mesh import CPMesh
 from ..ops.exchange.whole_sequences import gather_sequence
 from ..schedule import layout as layouts
-from ..schedule.documents import documents_table, mark_tokens, read, tokens_of
+from ..schedule.documents import documents_table, mark_tokens, packed_of, read, tokens_of
 from ..schedule.layout import ResolvedLayout
 from ..schedule.lookup import resolve
 from .collectives import roll_sequence, with_gradient_of
@@ -204,7 +204,7 @@ class Shares:
                     "restart=True without documents. Positions restart where documents begin. Pass documents=, or call "
                     "it in a documents() block"
                 )
-            rows = read(table).restarted(at)
+            rows = packed_of(table).restarted(at)
             at = rows[0] if len(rows) == 1 else rows
         return at.to(device)
 

@@ -11,6 +11,7 @@ import hashlib
 import operator
 import struct
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, overload
@@ -248,6 +249,29 @@ def tokens_of(table: Tensor | None) -> Tensor | None:
     """The record of :func:`mark_tokens` for this very table; None: no padding is known."""
     found: Tensor | None = None if table is None else _tokens.get(table)
     return found
+
+
+_packed: Any = WeakTensorKeyDictionary()
+
+
+def mark_packed(table: Tensor | None, rows: Sequence[Sequence[int]] | None) -> None:
+    """Record the packed documents of a table, whose other boundaries are those of padding: positions restart in packed
+    documents, and not behind padding."""
+    if table is not None and rows is not None:
+        _packed[table] = PackedDocuments([[*row] for row in rows])
+
+
+def packed_of(table: Tensor) -> PackedDocuments:
+    """The documents of a table in which positions restart: those of :func:`mark_packed` for this very table, or all."""
+    if is_compiling():
+        return _packed_outside_of_graphs(table)
+    found: PackedDocuments | None = _packed.get(table)
+    return read(table) if found is None else found
+
+
+@torch.compiler.disable(reason="The host reads documents. Split batches before the compiled function")
+def _packed_outside_of_graphs(table: Tensor) -> PackedDocuments:
+    return packed_of(table)
 
 
 def check_documents(table: Tensor | None, length: int) -> None:
