@@ -6,11 +6,13 @@ keywords of a model's forward.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -574,7 +576,18 @@ def compare_contents(handler: Shares, values: Mapping[str, Any], caller: str = "
 
 
 def contents_of(x: Any) -> bytes:
-    """The contents of an entry: all values of a tensor, with its dtype and shape."""
+    """The contents of an entry: all values of a tensor or an array (an image), with its dtype and shape; one by one
+    those of what holds several; else what it prints, without addresses."""
+    if isinstance(x, Mapping):
+        x = [*x.items()]
+    elif isinstance(x, (set, frozenset)):
+        x = sorted(x, key=repr)
+    elif not isinstance(x, Tensor) and hasattr(x, "__array_interface__"):  # repr leaves out what is in the middle
+        array = np.asarray(x)
+        values = contents_of(array.tolist()) if array.dtype.hasobject else array.tobytes()
+        return f"{array.dtype} {array.shape}".encode() + values
+    if isinstance(x, (list, tuple)):
+        return f"{type(x).__name__} of {len(x)}: {[digest(contents_of(y)) for y in x]}".encode()
     if not isinstance(x, Tensor):
-        return repr(x).encode()
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x)).encode()
     return f"{x.dtype} {tuple(x.shape)}".encode() + x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

@@ -7,6 +7,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -451,6 +452,12 @@ def unequal(what: str, names: tuple[str, ...]) -> None:
     handler, batch = ContextParallelHandler(mesh, "contiguous"), tokens(2, 8)
     batch["note"] = "epoch 1"  # type: ignore[assignment]
     batch |= {"scale": torch.tensor(0.5), "empty": torch.zeros(0, 8), "columns": torch.ones(8, 2).T}
+    image, nested = np.zeros((40, 40)), {"boxes": [np.zeros(2000)], "tags": {"a", "b"}}
+    batch |= {"image": image, "nested": nested, "objects": [object(), np.array(["a", None])]}  # type: ignore[dict-item]
+    if rank == 1 and what == "array":
+        image[20, 20] = 1
+    if rank == 1 and what == "nested":
+        nested["boxes"][0][1000] = 1  # type: ignore[index]
     if rank == 1 and what == "value":
         batch["labels"][1, 3] += 1
     if rank == 1 and what == "shape":
@@ -469,6 +476,8 @@ def test_unequal_batches_are_named(ranks: Any) -> None:
         ("shape", "batches that differ in entry 'labels': "),
         ("names", r"batches that differ in the names \(or number\) of its entries: "),
         ("other", "batches that differ in entry 'note': "),
+        ("array", "batches that differ in entry 'image': "),
+        ("nested", "batches that differ in entry 'nested': "),
     ):
         ranks.raises(3, "ValueError", words, unequal, what, ("cp",))
     ranks.raises(4, "ValueError", "entry 'labels'", unequal, "value", ("ring", "ulysses"))
