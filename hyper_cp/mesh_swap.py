@@ -85,8 +85,9 @@ def context_parallel_mesh(
     try:
         yield handler
     finally:
-        for binding in found:
-            binding.stack.remove(meshes[binding.style])
+        for binding in {*found, *(copy for swap in meshes.values() for copy in swap.copies)}:
+            while meshes[binding.style] in binding.stack:
+                binding.stack.remove(meshes[binding.style])
         for style in meshes:
             swapped[style].remove(handler)
 

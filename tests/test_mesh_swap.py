@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -545,3 +546,35 @@ def compiled_handler() -> list[float]:
 
 def test_handlers_compile_in_a_block(ranks: Any) -> None:
     assert max(max(found) for found in ranks(2, compiled_handler)) == 0
+
+
+@on_ranks
+def copied_in_a_block() -> dict[str, float]:
+    """Errors of copies that were made in a block of one rank (the best weights of an evaluation, say), in it and
+    behind it. In it another thread makes one that it runs by itself."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    model, found = built(STYLES[1], family.cp(2)), {}
+
+    def step(name: str, made: Llama, samples: int) -> None:
+        loss = share_of_loss(made, ContextParallelHandler.of(made), samples)
+        loss.backward()
+        found[name] = errors(loss, made, samples)
+
+    with context_parallel_mesh(model, family.cp(1)):
+        best = copy.deepcopy(model)
+        step("inside", best, 2)
+        again = copy.deepcopy(best)
+        other = in_thread(lambda: copy.deepcopy(model))
+        in_thread(lambda: step("another thread's", other, 1))
+    handler = ContextParallelHandler(family.cp(2), next(iter(styled_modules(model).values())))
+    for name, made in {"behind": best, "of a copy": again, "of another thread": other, "original": model}.items():
+        loss = share_of_loss(made, handler, 1)
+        loss.backward()
+        found[name] = errors(loss, made, 1)
+    return found
+
+
+def test_copies_that_are_made_in_a_block_leave_its_mesh_with_it(ranks: Any) -> None:
+    """Nothing took them off it: behind the block they ran on one rank over the shares of two, without a word."""
+    for found in ranks(2, copied_in_a_block):
+        assert max(found.values()) <= 1e-10, found

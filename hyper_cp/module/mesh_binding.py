@@ -69,6 +69,8 @@ class StyledMesh:
         self.mesh, self.mode = mesh, style.mode
         self.thread = thread
         """The thread of the ``context_parallel_mesh`` block of this mesh; None: the plan's own."""
+        self.copies: WeakSet[Binding] = WeakSet()
+        """Bindings of copies of the model that were made in that block, and leave the mesh when it ends."""
         if degree == "auto" and mesh.ndim == 1:
             cp_mesh.check_mesh(mesh)
             self.views = [cp_mesh.view(mesh, d) for d in cp_mesh.degrees_within_host(mesh)]
@@ -149,7 +151,10 @@ class Binding:
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)  # style and meshes are shared, process groups cannot be copied
-        copy.stack, copy.compared, copy.place = list(self.stack), WeakSet(), None  # another model
+        copy.stack = [mesh for mesh in self.stack if of_this_thread(mesh.thread)]
+        for mesh in copy.stack[1:]:
+            mesh.copies.add(copy)
+        copy.compared, copy.place = WeakSet(), None  # another model
         if self.applied is not None:
             root = memo.get(id(self.applied[0]()))
             copy.applied = None if root is None else (weakref.ref(root), self.applied[1])
