@@ -80,7 +80,8 @@ def context_parallel_mesh(
         binding.stack.append(meshes[binding.style])
     handler = ContextParallelHandler(mesh, style_of(found[0]))
     handler.of_block = threading.current_thread()
-    for style in meshes:
+    styles = {*meshes, *(style.copy_of for style in meshes if style.copy_of is not None)}
+    for style in styles:
         swapped.setdefault(style, []).append(handler)
     try:
         yield handler
@@ -88,7 +89,7 @@ def context_parallel_mesh(
         for binding in {*found, *(copy for swap in meshes.values() for copy in swap.copies)}:
             while meshes[binding.style] in binding.stack:
                 binding.stack.remove(meshes[binding.style])
-        for style in meshes:
+        for style in styles:
             swapped[style].remove(handler)
 
 

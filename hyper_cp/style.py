@@ -206,6 +206,9 @@ class ContextParallel(ParallelStyle):
                 'window; use layout="contiguous" or "head_tail", or kv_exchange="replicated"'
             )
         self.use_local_output, self.cross_attention = use_local_output, cross_attention
+        self.copy_of: ContextParallel | None = None
+        """The user's own style, if an integration has made this one of it: handlers of that one belong to its models,
+        too."""
 
     @property
     def kv_exchange(self) -> str:

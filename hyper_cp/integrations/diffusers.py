@@ -272,6 +272,7 @@ def prepare_transformer(
     _refuse_other_attention(transformer, family)
     _refuse_last_control(transformer)
     own = copy.copy(style)
+    own.copy_of = style
     own.qkv_indices, own.qkv_kwarg_names, own.allow = None, (), (*style.allow, *_outside(transformer, family))
     plan: dict[str, ParallelStyle] = dict.fromkeys(family.patterns(family.shared), own)
     whole = ContextParallel(ulysses_degree=1, qkv_indices=None, kv_exchange="replicated", allow=own.allow)

@@ -67,7 +67,7 @@ def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceM
             "style) with variable-length attention"
         )
     inner = copy.copy(style)
-    inner.seq_dim, inner.head_dim = 1, 2
+    inner.seq_dim, inner.head_dim, inner.copy_of = 1, 2, style
     for module in attention_modules:
         if type(module).__name__ == "FlexAttention":  # its own forward calls a compiled function
             module.forward = partial(_flex, module)

@@ -42,6 +42,7 @@ class Style(Protocol):
     cross_attention: bool
     latents_from: str | None
     allow: tuple[str, ...]
+    copy_of: Any
 
 
 class Plan:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_cp import ContextParallel, context_parallel_mesh, split_cp_mesh
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
 from tests.harness.attention_case import cp_mesh
 from tests.harness.diffusion import tiny_transformer
 from tests.harness.hf_models import InDouble
@@ -57,6 +57,8 @@ def diffusion_refused() -> list[tuple[str, str]]:
         twice(**noise)
     with context_parallel_mesh(evaluated, split_cp_mesh(mesh).cp(1)):
         evaluated(**noise)  # each rank has an image of its own, and compares nothing
+        of_style = error_of(lambda: ContextParallelHandler(mesh, ring).dispatch(noise["hidden_states"]))
+    assert "the model of this handler's style runs on another cp mesh" in of_style
     cached.enable_cache(FirstBlockCacheConfig())
     second, of_second = tiny_transformer(FLUX2)
     prepare_transformer(second, mesh, style=ring)

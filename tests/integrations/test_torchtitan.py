@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_cp import ContextParallel, ContextParallelHandler
-from hyper_cp.integrations.torchtitan import apply_context_parallel, apply_cp_to_forward, cp_attention_class
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from hyper_cp.integrations.torchtitan import (
+    apply_context_parallel,
+    apply_cp_to_forward,
+    cp_attention_class,
+    prepare_context_parallel_input,
+)
 from tests.harness.attention_case import cp_mesh
 from tests.harness.oracle import plain_attention, relative_error, visible_pairs
 from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks, sum_over_ranks
@@ -300,3 +306,40 @@ def refused() -> dict[str, str]:
 
 def test_what_cannot_be_honoured_is_refused(ranks: Any) -> None:
     check_errors(ranks(2, refused))
+
+
+class ScaledDotProductAttention(nn.Module):
+    """A mock of torchtitan's module of this name, on ``[B, L, H, D]``."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+@on_ranks
+def on_another_mesh() -> tuple[list[str], float]:
+    """The errors of the user's style on the training's mesh, in an evaluation on one rank; then that of a step."""
+    mesh, style = cp_mesh(), ContextParallel(ulysses_degree=1, layout="head_tail")
+    inner = ScaledDotProductAttention()
+    apply_cp_to_forward([inner], mesh, style=style)
+    ids, at = torch.arange(32).view(2, 16), torch.arange(16).expand(2, -1)
+    whole = torch.randn(32, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def step() -> Tensor:
+        share, _, _ = prepare_context_parallel_input(ids, ids, {"positions": at}, mesh, style=style)
+        x = whole[share]
+        return inner(x, x, x)
+
+    with context_parallel_mesh(inner, split_cp_mesh(mesh).cp(1)) as handler:
+        errors = [error_of(step), error_of(lambda: ContextParallelHandler(mesh, style).dispatch(ids))]
+        assert torch.equal(handler.dispatch(ids), ids)
+    x = whole[ids].transpose(1, 2)
+    want = plain_attention(x, x, x, is_causal=True).transpose(1, 2)
+    return errors, relative_error(ContextParallelHandler(mesh, style).combine(step(), 1), want)
+
+
+def test_the_style_of_inner_attention_knows_of_its_models_mesh(ranks: Any) -> None:
+    """Modules run under a copy of it: what it split for the training's mesh was evaluated as whole sequences."""
+    for errors, error in ranks(2, on_another_mesh):
+        assert all("style runs on another cp mesh (context_parallel_mesh)" in x for x in errors), errors
+        assert error <= 1e-10
