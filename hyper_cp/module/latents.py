@@ -45,6 +45,8 @@ class LatentLayer:
         """True if all heads have one rotary part; None before the first call."""
         self.compared: set[object] = set()
         """The meshes and conditions in which keys and values have been compared."""
+        self.layer = found
+        """The layer whose weight they have been compared with."""
         self.unclear = False
         """True if keys may depend on parameters that latents would drop."""
         found.register_forward_pre_hook(self.keep, with_kwargs=True)
@@ -75,8 +77,9 @@ class LatentLayer:
         q, k, v = qkv
         if kept is None or call.weight is not None or mode.latents is False or self.unclear:
             return k, v, call
-        layer, latent = kept
+        layer, latent = self._with_adapters(kept[0]), kept[1]
         found = latents_and_weight(layer, latent)
+        self.forget()  # an adapter calls the layer for its weight
         if found is None:
             say_heads_travel(self.owner, self.name, NO_WEIGHT)
             return k, v, call
@@ -85,6 +88,9 @@ class LatentLayer:
             return k, v, call
         latent, weight, bias = found
         plain = len(weight) // q.shape[1] - v.shape[3]
+        if layer is not self.layer:
+            self.layer = layer
+            self.compared.clear()
         now = None if is_compiling() else (cp.key, conditions(self.module))
         if now is not None and now not in self.compared:
             before = self.shared
@@ -97,6 +103,17 @@ class LatentLayer:
             self.compared.add(now)
         rope = k[:, :1, :, plain:] if self.shared else k[..., plain:]
         return latent.unsqueeze(1), rope, replace(call, weight=weight, bias=bias)
+
+    def _with_adapters(self, layer: nn.Module) -> nn.Module:
+        """The module that is in the place of the layer, if it has further parameters: adapters that were put around
+        the layer after the plan was applied. Else the layer."""
+        try:
+            named = self.module.get_submodule(self.name)
+        except AttributeError:
+            return layer
+        if named is layer or len([*named.parameters()]) == len([*layer.parameters()]):
+            return layer
+        return named
 
     def _compare(
         self,
@@ -169,8 +186,8 @@ class LatentLayer:
             raise ValueError(
                 f"latents_from={self.name!r}: keys or values of {self.owner} also depend on {names}, which that layer "
                 "does not have. Latents in their place would leave it out: no gradient would reach it, and outputs "
-                "would be wrong once it is trained. Apply it to the latents (an adapter of the layer: before the plan "
-                "is applied), or leave latents_from out"
+                "would be wrong once it is trained. Apply it to the latents, or to the layer (as adapters are), or "
+                "leave latents_from out"
             )
         self.shared = self.shared and not own  # a rotary part for each head brings each its gradient
         return True
