@@ -74,8 +74,9 @@ class ContextParallelHandler(Shares):
         blocks = swapped.get(self.style, ()) if self.style is not None else ()
         away = [handler for handler in blocks if of_this_thread(handler.of_block)]
         # The handler of a block that has ended is refused in another one also where the two have the same mesh, since
-        # other ranks of the job may have changed theirs: all of them raise.
-        if away and (away[-1].mesh != self.mesh or (self.of_block and self not in away)):
+        # other ranks of the job may have changed theirs: all of them raise. A recompute is on the mesh of its forward.
+        elsewhere = away and (away[-1].mesh != self.mesh or (self.of_block and self not in away))
+        if elsewhere and (is_compiling() or not checkpoint.in_recompute()):
             raise RuntimeError(
                 "the model of this handler's style runs on another cp mesh (context_parallel_mesh). Data would be "
                 "split over other ranks than attention. Use the handler that the block yields, or one that follows "
@@ -397,6 +398,7 @@ class ContextParallelHandler(Shares):
 
         Raises:
             ValueError, TypeError: if the handler was made without a style, or ``attn`` cannot be called.
+            RuntimeError: while the style's model runs on another mesh (:func:`context_parallel_mesh`).
         """
         if self.style is None:
             raise ValueError(
@@ -406,12 +408,13 @@ class ContextParallelHandler(Shares):
         check_type("attn", attn, Callable, "It is called with q, k, v. Pass an attention function or module")
         dims = kwargs.pop("seq_dim", self.style.seq_dim), kwargs.pop("head_dim", self.style.head_dim)
         ContextParallel(*dims)  # raises if they are wrong
-        if (self.mesh, *dims) not in self._cores:
+        key = self.cp.key, self.mesh, *dims  # it raises while the model runs on another mesh
+        if key not in self._cores:
             style = copy.copy(self.style)
             style.seq_dim, style.head_dim = dims
             style.qkv_indices, style.qkv_kwarg_names = (0, 1, 2), ()
-            self._cores[(self.mesh, *dims)] = parallelize_module(_Core(), self.mesh, style)
-        return self._cores[(self.mesh, *dims)](q, k, v, attn, *args, **kwargs)
+            self._cores[key] = parallelize_module(_Core(), self.mesh, style)
+        return self._cores[key](q, k, v, attn, *args, **kwargs)
 
     def mean_loss(
         self,

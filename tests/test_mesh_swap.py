@@ -578,3 +578,37 @@ def test_copies_that_are_made_in_a_block_leave_its_mesh_with_it(ranks: Any) -> N
     """Nothing took them off it: behind the block they ran on one rank over the shares of two, without a word."""
     for found in ranks(2, copied_in_a_block):
         assert max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def cores_of_a_handler(reentrant: bool) -> tuple[str, float, float]:
+    """The error of ``core_attn`` of the training's handler in an evaluation on one rank; the errors of a handler that
+    follows the model, and of gradients of the former in a checkpoint whose backward runs in the evaluation."""
+    family = split_cp_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    style = ContextParallel(2, 1, ulysses_degree=1, layout="head_tail")
+    module = parallelize_module(modules.BNSD(), family.cp(2), style)
+    handler, follows = ContextParallelHandler(family.cp(2), style), ContextParallelHandler.of(module)
+    whole = torch.randn(1, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    want = plain_attention(*[whole] * 3, is_causal=True)
+    (wanted,) = torch.autograd.grad(want[:, :, :-1].sin().sum(), whole)  # the last one is shifted out
+    x = handler.dispatch(whole.detach(), 2).requires_grad_()
+
+    def attend(of: ContextParallelHandler, y: Tensor) -> Tensor:
+        out: Tensor = of.core_attn(modules.BNSD(), y, y, y)
+        return out
+
+    out = checkpoint(lambda y: handler.roll_tensor(attend(handler, y), 1, 2)[0], x, use_reentrant=reentrant)
+    with context_parallel_mesh(module, family.cp(1)):
+        refused = error_of(lambda: attend(handler, whole))
+        alone = relative_error(attend(follows, whole).detach(), want.detach())
+        out.sin().sum().backward()
+    assert x.grad is not None
+    return refused, alone, relative_error(x.grad, handler.dispatch(wanted, 2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_handler_calls_attention_on_the_mesh_of_its_model_only(ranks: Any, reentrant: bool) -> None:
+    """It ran on the training's mesh, over whole sequences of the evaluation, without a word."""
+    for refused, *errors in ranks(2, cores_of_a_handler, reentrant):
+        assert "RuntimeError: the model of this handler's style runs on another cp mesh" in refused
+        assert max(errors) <= 1e-10
