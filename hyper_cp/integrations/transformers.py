@@ -12,6 +12,7 @@ call as the keyword ``context_parallel``: activation checkpointing recomputes wi
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -511,6 +512,17 @@ class DecoderHook:
         """The model around this decoder, which has hooks of its own."""
         self.two: SourceTargetHook | None = None
         """The hooks of the encoder-decoder of which this is the decoder."""
+        self.decoder: Callable[[], nn.Module | None] = _Around(decoder)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecoderHook:
+        """The hooks of another model: what is put into it from now on is checked when it runs first."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        decoder = self.decoder() if self.additions_checked else None
+        known = self.modules if decoder is None else {*decoder.modules()}
+        made.modules = copy.deepcopy(known, memo)  # before the others: a reference finds what has been copied
+        made.__dict__.update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name != "modules"})
+        made.additions_checked, made.own = False, []
+        return made
 
     def attach(self, decoder: PreTrainedModel) -> None:
         """Register the hooks, and prepare the modules of the decoder."""

@@ -394,6 +394,79 @@ def test_rotary_embeddings_that_are_put_in_later(ranks: Any) -> None:
     assert max(ranks(2, changed_rotation)) <= 1e-10
 
 
+def put_in(model: Any, what: str) -> None:
+    """Put something of a user's into a model of transformers: what is none of it, or a copy of what it has."""
+    layer = model.model.layers[0]
+    if what == "loss":
+        model.loss_function = lambda logits, labels, vocab_size, shift_labels=None, **_: F.cross_entropy(
+            logits.flatten(0, 1), shift_labels.flatten()
+        )
+    elif what == "attention":
+        attention = layer.self_attn
+
+        def written(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            q, k, v = (p(hidden_states).unflatten(2, (-1, attention.head_dim)).transpose(1, 2) for p in projections)
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            weights = (q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -1e9).softmax(-1)
+            return attention.o_proj((weights @ v).transpose(1, 2).flatten(2)), None
+
+        attention.forward = written
+    elif what == "module":
+        layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.BatchNorm1d(24))
+    else:
+        layer.mlp = copy.deepcopy(layer.mlp)
+
+
+@on_ranks
+def put_into_a_copy(what: str) -> list[str]:
+    """The errors of a prepared model with something of a user's in it, of a copy of a model that has run, with the same
+    in it, of a copy of that, and of the model."""
+    made, handler = prepared(make("llama"), ulysses_degree=1)
+    batch, found = batch_of(24), []
+    other = copy.deepcopy(made)  # has not run
+    made(**prepare_batch(handler, batch)).loss.backward()
+    ran = copy.deepcopy(made.requires_grad_())
+    for model in (other, ran):
+        put_in(model, what)
+    for model in (other, ran, copy.deepcopy(ran), made):
+        found.append(error_of(lambda model=model: model(**prepare_batch(handler, batch)).loss.backward()))
+    return found
+
+
+@pytest.mark.parametrize("what", ["loss", "attention", "module", "a layer of its own"])
+def test_what_is_put_into_a_copy_of_a_model_that_has_run_is_checked(ranks: Any, what: str) -> None:
+    """The copy took along that it was checked: its loss counted twice, and attention ended at a rank's share."""
+    words = {
+        "loss": "is not divided by num_items_in_batch",
+        "attention": "computes attention by itself",
+        "module": "mixes positions",
+    }
+    for fresh, copied, again, original in ranks(2, put_into_a_copy, what):
+        assert fresh == copied == again and not original, (fresh, copied, again, original)
+        assert words[what] in fresh if what in words else not fresh, fresh
+
+
+@on_ranks
+def copies_that_run(kind: str) -> float:
+    """The largest error of a copy of a prepared model that has run, and of a copy of it that has run, too."""
+    model, batch = tiny_causal(kind), {"input_ids": tokens(24)}
+    oracle, (made, handler) = copy.deepcopy(model), prepared(model, ulysses_degree=1, layout="head_tail")
+    found = []
+    with InDouble(), torch.no_grad():
+        want = oracle(**batch, use_cache=False).logits
+        for _ in range(3):
+            got = made(**prepare_batch(handler, batch)).logits
+            found.append(absolute_error(handler.combine(got, 1), want))
+            made = copy.deepcopy(made)
+    return max(found)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "mamba2", "deepseek_v3", "gemma3_text", "falcon_h1", "qwen3_moe"])
+def test_copies_of_models_that_have_run_are_not_refused(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, copies_that_run, kind)) <= 1e-10
+
+
 class OwnRotary(torch.nn.Module):
     """A rotary embedding of a user's: of each position, of the longest one too, or of their distances to the first."""
 

@@ -136,6 +136,9 @@ class LossCheck:
         self.late = False
         """True if the labels of the forward that runs were changed after their batch had been split."""
 
+    def __deepcopy__(self, memo: object) -> LossCheck:
+        return LossCheck()  # a copy is another model
+
     def begin(self, model: nn.Module, batch: PreparedBatch | None, kwargs: dict[str, Any], cp: CPMesh) -> None:
         """Read the labels of a forward. ``ValueError`` if they were changed after the batch had been split, on a rank
         that compares nothing with the others any more."""
