@@ -83,7 +83,8 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
         The handler that splits batches as ``style`` expects.
 
     Raises:
-        ValueError: if the accelerator has no cp mesh. From ``prepare``: for a loader whose batches it would dispatch.
+        ValueError: if the accelerator has no cp mesh, or has prepared a model or a scheduler already. From ``prepare``:
+            for a loader whose batches it would dispatch.
     """
     mesh = cp_mesh(accelerator)
     handler = ContextParallelHandler(mesh, style)
@@ -92,6 +93,16 @@ def enable(accelerator: accelerate.Accelerator, *, style: ContextParallel) -> Co
         raise RuntimeError(
             f"accelerate {accelerate.__version__} has no Accelerator._prepare_cp. Its own context parallelism would "
             "run in place of this one. Install an accelerate version that hyper_cp supports"
+        )
+    prepared = [*accelerator._models, *accelerator._schedulers]
+    prepared += [x for x in accelerator._dataloaders if isinstance(x, DataLoaderDispatcher)]
+    if prepared:
+        names = ", ".join(dict.fromkeys(type(x).__name__ for x in prepared))
+        raise ValueError(
+            f"accelerator has prepared {names} before enable was called. It prepared them for whole sequences: "
+            "attention would end at this rank's share, schedules would count all ranks, and ranks would get other "
+            "rows. Call enable(accelerator, style=...) before accelerator.prepare (after free_memory() of the "
+            "accelerator, with a new model, if it has been used before)"
         )
     accelerator._prepare_cp = partial(_prepare, mesh, style)
     accelerator.prepare_scheduler = partial(_prepare_scheduler, accelerator, accelerator.prepare_scheduler)

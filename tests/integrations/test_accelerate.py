@@ -462,6 +462,13 @@ def test_losses_that_trainer_does_not_scale(ranks: Any, tmp_path: Any, option: s
 # --------------------------------------------------------------------------- errors
 
 
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    """A dataset that accelerate reads on one process."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.zeros(1, 8)])
+
+
 @on_ranks
 def refused(case: str, directory: str) -> None:
     from torch import nn
@@ -475,8 +482,14 @@ def refused(case: str, directory: str) -> None:
     if case == "no cp":
         enable(accelerator_of(cp_size=1, dp_shard_size=2), style=style)
     accelerator = accelerator_of(cp_size=2)
-    enable(accelerator, style=style)
     x = torch.zeros(1, 8)
+    if case.startswith("prepared"):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accelerator.prepare(optimizer, torch.utils.data.DataLoader(samples(2)))  # these are no others
+        made: Any = model if "model" in case else torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        accelerator.prepare(made if "loader" not in case else torch.utils.data.DataLoader(Stream()))
+    enable(accelerator, style=style)
     if case == "not styled":
         accelerator.prepare(nn.Linear(2, 2))
     elif case == "dimensions":
@@ -487,11 +500,6 @@ def refused(case: str, directory: str) -> None:
         other = ContextParallel(qkv_indices=None, ulysses_degree=1, layout="head_tail")
         accelerator.prepare(parallelize_module(module, accelerator.torch_device_mesh["cp"], other))
     elif case == "dispatched":
-
-        class Stream(torch.utils.data.IterableDataset[Tensor]):
-            def __iter__(self) -> Iterator[Tensor]:
-                return iter([x])
-
         accelerator.prepare(torch.utils.data.DataLoader(Stream()))
     elif case == "own loss":
 
@@ -536,6 +544,9 @@ def refused(case: str, directory: str) -> None:
         ("smoothing", "NotImplementedError", "label_smoothing_factor"),
         ("noise", "NotImplementedError", "neftune_noise_alpha=5.0"),
         ("dispatched", "ValueError", r"ranks of a cp mesh would get other rows.*dispatch_batches=False\)"),
+        ("prepared model", "ValueError", "has prepared Linear before enable was called.*before accelerator.prepare"),
+        ("prepared scheduler", "ValueError", "has prepared AcceleratedScheduler before enable was called"),
+        ("prepared loader", "ValueError", "has prepared DataLoaderDispatcher before enable was called"),
         ("own loss", "NotImplementedError", "Pairs computes its loss by itself"),
         ("layout", "ValueError", "runs with layout='head_tail', but enable .* layout='contiguous'"),
         ("outputs", "NotImplementedError", r"output of shape \(\) from MixtralForCausalLM.*ignore_keys"),
