@@ -499,6 +499,8 @@ class DecoderHook:
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
         self.few = FewTokens(self.binding)
         self.additions_checked = False
+        self.size = 0
+        """The number of modules of the decoder in its last forward."""
         self.own: list[nn.Module] = []
         """Attention modules of users, which have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
@@ -595,8 +597,10 @@ class DecoderHook:
             self._refuse(args, kwargs)
             if mesh.parallel:
                 check_dropped_layers(self.dropping)
+            if self.size != (size := len([*module.modules()])):
+                check_adapters(module)  # also those that are added to a model that has run
+                self.size = size
             if not self.additions_checked:
-                check_adapters(module)
                 # What was put into the model since it was prepared.
                 check_own_forwards(module, eager=False)  # type: ignore[arg-type]
                 check_added(module, self.modules)  # type: ignore[arg-type]

@@ -448,6 +448,32 @@ def test_what_is_put_into_a_copy_of_a_model_that_has_run_is_checked(ranks: Any, 
 
 
 @on_ranks
+def adapters_of_a_model_that_has_run(further: bool) -> list[str]:
+    """The errors of two forwards of a prepared model that was evaluated before it got adapters; with ``further`` ones
+    also between good adapters and those."""
+    import peft
+
+    made, handler = prepared(make("llama"), ulysses_degree=1)
+    batch, task = batch_of(24), {"target_modules": ["q_proj"], "r": 2, "task_type": "CAUSAL_LM"}
+    with torch.no_grad():
+        made(**prepare_batch(handler, batch))
+    if further:
+        made = peft.get_peft_model(made, peft.LoraConfig(**task)).double()
+        made(**prepare_batch(handler, batch)).loss.backward()
+        made = made.merge_and_unload()
+    made = peft.get_peft_model(made, peft.LilyConfig(**task)).double()
+    return [error_of(lambda: made(**prepare_batch(handler, batch))) for _ in range(2)]
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_adapters_of_a_model_that_has_run_are_checked(ranks: Any, further: bool) -> None:
+    """They were checked in its first forward only: Lily averaged over the tokens of a share."""
+    pytest.importorskip("peft")
+    for errors in ranks(2, adapters_of_a_model_that_has_run, further):
+        assert all("NotImplementedError" in x and "has a Lily adapter" in x for x in errors), errors
+
+
+@on_ranks
 def copies_that_run(kind: str) -> float:
     """The largest error of a copy of a prepared model that has run, and of a copy of it that has run, too."""
     model, batch = tiny_causal(kind), {"input_ids": tokens(24)}
