@@ -109,6 +109,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "fsdp of layers": lambda model: sharded_by_layers(model),
     "compiled": lambda model: torch.compile(model, backend="aot_eager"),
     "compiled layers": lambda model: compiled_layers(model),
+    "autocast": lambda model: model,
     "checkpoints": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}) or model,
 }
 
@@ -141,13 +142,15 @@ def in_ways(way: str) -> tuple[list[int], list[int], bool]:
         made.lm_head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.shape[1]))
         model = WAYS[way](made)
         random = torch.get_rng_state()
-        counts.append([said(model, local_batch(style))])
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            counts.append([said(model, local_batch(style))])
         same &= torch.equal(random, torch.get_rng_state()) and seen == [24]  # the user's hook has seen the batch alone
         same &= all(module.training for module in made.modules())
         first = gradients_of(made)
         for p in made.parameters():
             p.grad = None
-        counts[-1].append(said(model, local_batch(style)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            counts[-1].append(said(model, local_batch(style)))
         same &= all(torch.equal(a, b) for a, b in zip(first, gradients_of(made), strict=True))
     return counts[0], counts[1], same
 

@@ -11,7 +11,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from logging import getLogger
@@ -106,6 +106,7 @@ class FewTokens:
             stack.enter_context(without_hooks(model, _is_of_others))
             stack.enter_context(not_collecting())
             stack.enter_context(torch.no_grad())
+            stack.enter_context(_without_cache(ids.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(handler.cp.batch.aside())
             table = documents_table([[0, total]]) if by_documents(handler.layout) else None
@@ -166,6 +167,13 @@ def _noise(model: Any, alone: Callable[[], Any], logits: Tensor) -> float:
         return float((_logits(alone()) - logits).norm() / logits.norm())
     finally:
         handle.remove()
+
+
+def _without_cache(device_type: str) -> AbstractContextManager[None]:
+    """Autocast as it is, which keeps no casts of weights: those of the block have no graph."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), cache_enabled=False)
 
 
 @contextmanager
