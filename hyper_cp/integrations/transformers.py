@@ -238,7 +238,8 @@ def prepare_batch(
     labels, shifted = (
         (x, writes(x)) if isinstance(x := local.get(name), Tensor) else None for name in ("labels", "shift_labels")
     )
-    return {**local, "context_parallel": replace(whole.prepared(), labels=labels, shifted=shifted)}
+    state = vars(replace(whole.prepared(), labels=labels, shifted=shifted))
+    return {**local, "context_parallel": forward.SplitBatch(**state, ranks=handler.cp.size)}
 
 
 def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
@@ -568,6 +569,7 @@ class DecoderHook:
         ready = handed or offered
         ids = args[0] if args else kwargs.get("input_ids")
         forward.refuse_second(self.binding.name, ready, ids, handed is not None)
+        forward.refuse_other_mesh(self.binding.name, ready, mesh)
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()

@@ -474,6 +474,35 @@ def test_adapters_of_a_model_that_has_run_are_checked(ranks: Any, further: bool)
 
 
 @on_ranks
+def batches_of_another_mesh(given: bool) -> tuple[list[str], float]:
+    """The errors of batches that were split before a block of one rank, or in it, on the other mesh, and the error of
+    the loss of those that are used where they were split. With ``given`` position ids the batch has its own."""
+    model, batch = make("llama"), batch_of(24)
+    if given:
+        batch["position_ids"] = torch.arange(24).repeat(2, 1)
+    oracle, (made, handler) = copy.deepcopy(model), prepared(model, ulysses_degree=1, layout="head_tail")
+    with InDouble():
+        want = oracle(**batch).loss
+        share = prepare_batch(handler, batch)
+        with context_parallel_mesh(made, split_cp_mesh(handler.mesh).cp(1)) as alone:
+            whole = prepare_batch(alone, batch)
+            found = [error_of(lambda: made(**share))]
+            worst = absolute_error(made(**whole).loss, want)
+        found.append(error_of(lambda: made(**whole)))
+        (total,) = sum_over_ranks(made(**share).loss)
+    return found, max(worst, absolute_error(total, want))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_batches_that_were_split_for_another_mesh_are_refused(ranks: Any, given: bool) -> None:
+    """A batch that a loader had split before an evaluation was taken for whole sequences in it, without a word."""
+    for (inside, behind), error in ranks(2, batches_of_another_mesh, given):
+        assert "runs over 1 ranks, and prepare_batch has split this batch over 2" in inside, inside
+        assert "runs over 2 ranks, and prepare_batch has split this batch over 1" in behind, behind
+        assert error <= 1e-10
+
+
+@on_ranks
 def copies_that_run(kind: str) -> float:
     """The largest error of a copy of a prepared model that has run, and of a copy of it that has run, too."""
     model, batch = tiny_causal(kind), {"input_ids": tokens(24)}
