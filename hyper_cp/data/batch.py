@@ -311,22 +311,23 @@ class WholeBatch:
             self.padding, self.tokens = padding, host if self.tokens is None else host & self.tokens
 
     def refuse_restarts(self) -> None:
-        """Raise ``ValueError`` if positions return to 0 at a token, as in packed documents, which nothing names: some
+        """Raise ``ValueError`` if positions go back at a token, as in packed documents, which nothing names: some
         models keep such documents apart, others do not. Waits for the device that holds the positions."""
         positions, dim = self.entries.get("position_ids"), self.dims.get("position_ids")
         if positions is None or dim is None or positions.ndim > 2:
             return
         host = torch.atleast_2d(positions.movedim(dim, -1)).cpu()
-        back = (host[:, 1:] == 0) & (host[:, :-1] > 0)
+        back = host[:, 1:] < host[:, :-1]
         if self.tokens is not None:
             back = back & self.tokens[:, 1:] & self.tokens[:, :-1]
         if bool(back.any()):
             row, before = back.nonzero()[0].tolist()
+            first = host[row, before + 1].item()
             raise ValueError(
-                f"position_ids[{row}] returns to 0 at position {before + 1}, as in packed documents. The batch does "
-                "not say whether these see each other. Pass cu_seqlens or document_ids to keep them apart "
-                "(hyper_cp.hf.prepare_batch reads position_ids as transformers does), document_ids=None if they see "
-                "each other, or attention_mask if it is padding"
+                f"position_ids[{row}] {'goes back' if first else 'returns'} to {first} at position {before + 1}, as in "
+                "packed documents. The batch does not say whether these see each other. Pass cu_seqlens or document_ids"
+                " to keep them apart (hyper_cp.hf.prepare_batch reads position_ids as transformers does), "
+                "document_ids=None if they see each other, or attention_mask if it is padding"
             )
 
     def pad_mask(self, mask: Tensor) -> None:

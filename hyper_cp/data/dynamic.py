@@ -288,7 +288,7 @@ class DynamicContextParallel:
         Raises:
             ValueError: if a sample does not fit into the budget at the widest degree.
         """
-        lengths = _listed("lengths", lengths)
+        lengths = listed("lengths", lengths)
         least = [self.least_degree(lengths, i) for i in range(len(lengths))]
         if not lengths:
             return Plan(self.size, (), 0.0)
@@ -430,7 +430,7 @@ def _pack(samples: list[_Sample], capacity: int) -> list[list[_Sample]]:
 
 
 def _checked_degrees(degrees: Sequence[int] | None, size: int, works: list[int]) -> tuple[int, ...]:
-    chosen = works if degrees is None else _listed("degrees", degrees)
+    chosen = works if degrees is None else listed("degrees", degrees)
     wrong = [d for d in chosen if not isinstance(d, int) or isinstance(d, bool) or d not in works]
     if wrong or not chosen:
         which = f" ({wrong[0]!r} is not)" if wrong else ""
@@ -441,7 +441,9 @@ def _checked_degrees(degrees: Sequence[int] | None, size: int, works: list[int])
     return tuple(sorted(set(chosen)))
 
 
-def _listed(name: str, given: Iterable[int]) -> list[int]:
+def listed(name: str, given: Iterable[int]) -> list[int]:
+    """Whole numbers as a list of Python's; ``TypeError`` if there are not several."""
     if not isinstance(given, Iterable):
         raise TypeError(f"{name} is a {type(given).__name__}. It lists whole numbers. Pass a list of ints")
-    return list(given)
+    values: Any = given.tolist() if hasattr(given, "tolist") else given  # a tensor or an array
+    return [x.item() if hasattr(x, "item") else x for x in values]

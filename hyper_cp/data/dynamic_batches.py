@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..mesh.arguments import check_type, is_int
-from .dynamic import DynamicContextParallel, Plan
+from .dynamic import DynamicContextParallel, Plan, listed
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
                 f"rank={rank} is not below {scheduler.size}. It is one of the ranks of the scheduler's family. Pass "
                 "family.rank"
             )
-        self.dataset, self.lengths, self.scheduler = dataset, list(lengths), scheduler
+        self.dataset, self.lengths, self.scheduler = dataset, listed("lengths", lengths), scheduler
         self.batch_size, self.rank, self.seed = batch_size, rank, seed
         samples = len(dataset) if hasattr(dataset, "__len__") else len(self.lengths)
         if not self.lengths or samples != len(self.lengths):

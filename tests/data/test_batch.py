@@ -504,6 +504,7 @@ def positions_that_restart(name: str) -> list[int]:
     left, left_mask = torch.tensor([1, 1, 1, 0, 1, 2, 3, 4]), torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])
     batch = {
         "packed": {"position_ids": torch.stack([once, packed])},
+        "from one": {"position_ids": torch.stack([once, packed]) + 1},
         "masked": {"position_ids": torch.stack([once, packed]), "attention_mask": torch.ones(2, 8)},
         "named": {"position_ids": packed.expand(2, -1), "cu_seqlens": torch.tensor([0, 3, 8])},
         "one document": {"position_ids": packed.expand(2, -1), "document_ids": None},
@@ -528,3 +529,8 @@ def test_positions_that_go_on_or_whose_documents_are_named_are_split(ranks: Any,
 def test_positions_that_restart_in_a_batch_without_documents_are_refused(ranks: Any, name: str) -> None:
     with pytest.raises(Exception, match=r"position_ids\[1\] returns to 0 at position 3.*cu_seqlens or document_ids"):
         ranks(2, positions_that_restart, name)
+
+
+def test_positions_that_are_counted_from_one_and_go_back_are_refused(ranks: Any) -> None:
+    words = r"position_ids\[1\] goes back to 1 at position 3, as in packed documents"
+    ranks.raises(2, ValueError, words, positions_that_restart, "from one")

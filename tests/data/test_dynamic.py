@@ -6,11 +6,14 @@ import random
 import re
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.data.dynamic import CostModel, DynamicContextParallel, Plan
+from hyper_cp.data.dynamic_batches import DynamicBatches
 from tests.harness.host_seconds import host_seconds
 
 COST = CostModel.of_transformer(parameters=7e9, layers=32, hidden=4096, flops_per_second=4e14)
@@ -198,6 +201,18 @@ def test_a_sample_that_does_not_fit_is_an_error_with_ways_out() -> None:
     ):
         with pytest.raises(ValueError, match="does not fit"):
             scheduler.plan([10, wrong])
+
+
+def test_lengths_of_arrays_and_tensors() -> None:
+    scheduler, lengths = DynamicContextParallel(4, 1000, COST), [300, 20, 7]
+    for kind in (np.array(lengths), torch.tensor(lengths), [*np.array(lengths)], [*torch.tensor(lengths)]):
+        assert scheduler.plan(kind) == scheduler.plan(lengths)
+        batches = DynamicBatches([0] * 3, kind, scheduler, batch_size=2, rank=0)
+        assert batches.lengths == lengths and {type(x) for x in batches.lengths} == {int}
+    with pytest.raises(ValueError, match=r"lengths\[0\]=300.0 must be a positive int"):
+        scheduler.plan(np.array([300.0, 20.0]))
+    with pytest.raises(ValueError, match=r"lengths\[0\]=True must be a positive int"):
+        scheduler.plan(np.array([True]))
 
 
 def test_an_empty_batch_is_an_empty_plan() -> None:
