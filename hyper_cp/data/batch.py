@@ -371,8 +371,7 @@ class WholeBatch:
         in the sequence, or in the document unless labels ``cross_documents``. Padding before tokens has none. Labels on
         padding are filled, too."""
         own = self.documents.rows if self.documents and not cross_documents else ((0, self.length),)
-        rows = [*own] * len(self.padding) if self.padding and len(own) == 1 else own
-        rows = [sorted({*a, *b}) for a, b in zip(rows, self.padding or ((),) * len(rows), strict=True)]
+        rows = self._with_padding(own)
         made = {}
         for k in range(1, depth + 1):
             for name, source, by in ((f"{self.source}_{k}", self.source, k), (f"shift_labels_{k}", "labels", k + 1)):
@@ -390,14 +389,19 @@ class WholeBatch:
                 self.dims[name], made[name] = dim, value
         return made
 
+    def _with_padding(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Boundaries of documents with those of padding; each may be those of all rows in one."""
+        padding = self.padding or ((),)
+        count = max(len(rows), len(padding))
+        both = ([*x] * count if len(x) == 1 else x for x in (rows, padding))
+        return [sorted({*row, *found}) for row, found in zip(*both, strict=True)]
+
     @cached_property
     def table(self) -> Tensor | None:
         """Documents and padding of the padded sequence; None if there are none."""
         rows: Sequence[Sequence[int]] = self.documents.rows if self.documents else ()
         if self.padding:
-            packed = rows or [[0]]
-            packed = [*packed] * len(self.padding) if len(packed) == 1 else packed
-            rows = [sorted({*row, *found}) for row, found in zip(packed, self.padding, strict=True)]
+            rows = self._with_padding(rows or [[0]])
         if not rows and (self.padded > self.length or layouts.by_documents(self.handler.layout)):
             rows = [[0, self.length]]  # the whole sequence is a document too
         return self.table_of(rows) if rows else None
@@ -548,7 +552,9 @@ def _sequence_dims(entries: dict[Any, Any], seq_dims: Any, named: bool) -> dict[
             _refuse_nested(name, x)
             continue
         explicit_mask = named and name == "attention_mask" and x.ndim != 2
-        dim = given.get(name, None if explicit_mask or not -x.ndim <= default < x.ndim else default)
+        of_all_rows = named and name == "position_ids" and x.ndim == 1  # [S] beside tokens [B, S]
+        dim = 0 if of_all_rows else default
+        dim = given.get(name, None if explicit_mask or not -x.ndim <= dim < x.ndim else dim)
         if dim is None:
             continue
         found[name] = checked_dim(x, dim, f"seq_dims[{name!r}]", f"batch entry {name!r}")

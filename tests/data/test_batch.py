@@ -495,6 +495,30 @@ def test_texts_under_the_name_of_documents_pass_through(ranks: Any) -> None:
 
 
 @on_ranks
+def of_all_rows() -> None:
+    """A padding mask ``[1, S]`` beside documents that differ between rows, and positions ``[S]``."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous")
+    ids, mask = torch.arange(14).view(2, 7), torch.tensor([[1, 1, 1, 1, 1, 0, 0]])
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1]])
+    whole = {"tokens": ids, "labels": ids, "document_ids": documents}
+    made = [
+        handler.get_batch_on_this_cp_rank({**whole, "attention_mask": shown}, shift_labels=True, mtp_depth=1)
+        for shown in (mask, mask.expand(2, -1))
+    ]
+    assert torch.equal(made[0].documents, made[1].documents)
+    assert torch.equal(made[0]["shift_labels_1"], made[1]["shift_labels_1"])
+    at = torch.arange(7)
+    one, rows = (handler.get_batch_on_this_cp_rank({"tokens": ids, "position_ids": x}) for x in (at, at.expand(2, -1)))
+    assert one["position_ids"].shape == (4,) and torch.equal(one["position_ids"].expand(2, -1), rows["position_ids"])
+    kept = {"tokens": ids, "position_ids": at}
+    assert len(handler.get_batch_on_this_cp_rank(kept, {"position_ids": None})["position_ids"]) == 7
+
+
+def test_entries_of_all_rows(ranks: Any) -> None:
+    ranks(2, of_all_rows)
+
+
+@on_ranks
 def positions_that_restart(name: str) -> list[int]:
     handler = ContextParallelHandler(
         init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), "contiguous"
