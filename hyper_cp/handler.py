@@ -119,6 +119,8 @@ class ContextParallelHandler(Shares):
                 passes through whole; entries that are not named have 1); or for a list or tuple one int or None each.
             shift_labels: shift entry ``labels`` over the *whole* sequence and rename it ``shift_labels``: each token
                 gets the label of the next one, the last token of the sequence and of each document ``ignore_index``.
+                Nothing else is shifted: a mask or weights of tokens (``loss_mask``) would weigh the label of the next
+                token each. Set labels to ``ignore_index`` instead, or shift it before the split.
             ignore_index: the label of tokens that do not count, with which labels are also padded.
             pad_values: the value with which each other entry is padded if S does not split evenly. Default: 0.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
