@@ -22,10 +22,12 @@ _ABSENT: Any = object()
 
 
 @contextmanager
-def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
+def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) -> Iterator[None]:
     """Restore a model after the block, or after an exception in it: gradients (the same objects), buffers, the
     attributes that a forward assigns or changes (lists, dicts, sets, tensors, generators), the records of its styles.
-    Restore random number generators, too. In the block gradients begin as None."""
+    Restore random number generators, too. In the block gradients begin as None.
+
+    ``kept``: also what the forward before the block has kept for later, in private attributes and in objects."""
     grads = [(p, p.grad) for p in model.parameters()]
     buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
     attributes = [(module, _attributes(module)) for module in model.modules()]
@@ -33,7 +35,7 @@ def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
     for _, found in buffers:
         contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in found.values() if x is not None}
     for _, found in attributes:
-        _keep_content(found, contents)
+        _keep_content(found, contents, kept)
     heads = [(binding, binding.heads) for binding in bindings(model)]
     python = random.getstate()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
@@ -45,7 +47,7 @@ def restore_model_state(model: nn.Module, device_type: str) -> Iterator[None]:
             yield
         finally:
             for module, before in attributes:
-                _restore_attributes(module, before)
+                _restore_attributes(module, before, kept)
             for module, found in buffers:
                 buffers_of(module).clear()
                 buffers_of(module).update(found)
@@ -71,21 +73,23 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 _OF_TORCH = {*vars(nn.Module())}
 
 
-def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
-    """Restore attributes; of private ones numbers only, since libraries keep there what they have made in a forward."""
+def _restore_attributes(module: nn.Module, before: dict[str, Any], private: bool) -> None:
+    """Restore attributes; unless ``private``, of private ones numbers only, since libraries keep there what they have
+    made in a forward."""
     now = _attributes(module)
     for name in now.keys() - before.keys():
-        if not name.startswith("_"):
+        if private or not name.startswith("_"):
             delattr(module, name)
     for name, value in before.items():
-        restored = not name.startswith("_") or type(value) in (int, float)
+        restored = private or not name.startswith("_") or type(value) in (int, float)
         if restored and now.get(name, _ABSENT) is not value:
             vars(module)[name] = value
 
 
-def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]]) -> None:
-    """Add what restores the content of an attribute: of a container also that of its elements. (Views, as of FSDP's
-    flat parameters, are left to who has made them, and large containers, as of a vocabulary, as they are.)"""
+def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]], objects: bool) -> None:
+    """Add what restores the content of an attribute: of a container also that of its elements, and of ``objects`` that
+    of their attributes. (Views, as of FSDP's flat parameters, are left to who has made them, and large containers, as
+    of a vocabulary, as they are.)"""
     waiting = [attribute]
     while waiting:
         x = waiting.pop()
@@ -100,6 +104,18 @@ def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]]) -> None
         elif type(x) in _CONTAINERS and len(x) <= _MOST_ELEMENTS:
             kept[id(x)] = partial(_restore_container, x, copy.copy(x))
             waiting += x.values() if isinstance(x, dict) else x
+        elif objects and type(x).__module__.partition(".")[0] not in _LIBRARIES and isinstance(own := _vars(x), dict):
+            kept[id(x)] = partial(_restore_container, own, copy.copy(own))
+            waiting += own.values()
+
+
+_LIBRARIES = ("builtins", "torch", "hyper_cp", "transformers", "peft", "accelerate", "threading", "logging", "weakref")
+"""Packages whose objects keep themselves in order, or nothing of a forward."""
+
+
+def _vars(x: Any) -> Any:
+    """The attributes of an object; None for a module, a class, and what has none."""
+    return None if isinstance(x, (nn.Module, Tensor, type)) else getattr(x, "__dict__", None)
 
 
 _CONTAINERS = (list, set, deque, dict, OrderedDict, defaultdict, Counter)

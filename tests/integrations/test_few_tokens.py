@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyper_cp import ContextParallel, ContextParallelHandler
 from tests.harness.attention_case import cp_mesh
-from tests.harness.hf_models import make, prepare_batch, prepare_model, tokens
+from tests.harness.hf_models import VOCABULARY, make, prepare_batch, prepare_model, tokens
 from tests.harness.ranks import on_ranks
 
 pytest.importorskip("transformers")
@@ -144,7 +144,8 @@ def in_ways(way: str) -> tuple[list[int], list[int], bool]:
         random = torch.get_rng_state()
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             counts.append([said(model, local_batch(style))])
-        same &= torch.equal(random, torch.get_rng_state()) and seen == [24]  # the user's hook has seen the batch alone
+        same &= torch.equal(random, torch.get_rng_state())
+        same &= seen == [24] or way == "compiled"  # a hook of the user's has seen the batch alone
         same &= all(module.training for module in made.modules())
         first = gradients_of(made)
         for p in made.parameters():
@@ -159,6 +160,65 @@ def in_ways(way: str) -> tuple[list[int], list[int], bool]:
 def test_the_comparison_goes_with_wrappers_and_changes_nothing(ranks: Any, way: str) -> None:
     for wrong, right, same in ranks(2, in_ways, way):
         assert (wrong, right) == ([1, 0], [0, 0]) and same, (wrong, right, same)
+
+
+class Gated(nn.Module):
+    """A module that keeps a loss for later, in several ways."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner, self.gate = inner, nn.Linear(width, 4)
+        self._loss: Tensor | None = None
+        self.record = Record()
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.gate(x).softmax(-1)
+        self._loss = self.record.loss = p.square().mean()
+        self.record.all.append(p)
+        out: Tensor = self.inner(x) * p[..., :1]
+        return out
+
+
+class Record:
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
+        self.all: list[Tensor] = []
+
+
+@on_ranks
+def kept() -> tuple[bool, ...]:
+    """True where what a module has kept in the first forward is that of its batch."""
+    style, model = ContextParallel(ulysses_degree=1), make("llama").float()
+    gated = model.model.layers[1].mlp = Gated(model.model.layers[1].mlp, model.config.hidden_size)
+    prepare_model(model, cp_mesh(), style=style)
+    model(**local_batch(style))
+    losses = gated._loss, gated.record.loss
+    (p,) = gated.record.all
+    return losses[0] is losses[1], p.shape[1] == 24, all(x is not None and x.requires_grad for x in (*losses, p))
+
+
+def test_what_a_module_keeps_in_its_first_forward_is_of_the_batch(ranks: Any) -> None:
+    assert ranks(2, kept) == [(True, True, True)] * 2
+
+
+@on_ranks
+def with_short_table(layout: str) -> list[int]:
+    """The warnings of a packed batch that is longer than the table of positions."""
+    import transformers as hf
+
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=32, attn_pdrop=0)
+    )
+    style = ContextParallel(ulysses_degree=1, layout=layout)
+    prepare_model(model, cp_mesh(), style=style)
+    at = (torch.arange(48) % 24).expand(2, -1)
+    return [said(model, local_batch(style, position_ids=at))]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_no_position_is_beyond_those_of_the_table(ranks: Any, layout: str) -> None:
+    """Before, one rank raised an error, for which the other one waited."""
+    assert ranks(2, with_short_table, layout, timeout=60) == [[0], [0]]
 
 
 @on_ranks

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..._torch.checkpoint import in_backward
@@ -75,7 +76,13 @@ class FewTokens:
         if in_backward() or any(isinstance(owner, Recorder) for owner in hook_owners(model)):
             return  # a recompute, or a run of verify
         self.made = True
-        few, error, limit = min(tokens.shape[1], TOKENS), 0.0, math.inf
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return  # an exception inside of one would leave it in a state that backward refuses
+        few, error, limit = (
+            _few(model, tokens.shape[1], mesh.mesh.size(), kwargs.get("context_parallel")),
+            0.0,
+            math.inf,
+        )
         try:
             error, limit = self._error(model, few)
         except Exception as reason:  # of a model that needs other inputs than tokens
@@ -100,7 +107,7 @@ class FewTokens:
         total = few * handler.cp.size
         ids = _tokens(model, total)
         with ExitStack() as stack:
-            stack.enter_context(restore_model_state(model, ids.device.type))
+            stack.enter_context(restore_model_state(model, ids.device.type, kept=True))
             stack.enter_context(_in_evaluation(model))
             stack.enter_context(unwatched(model))
             stack.enter_context(without_hooks(model, _is_of_others))
@@ -122,6 +129,15 @@ class FewTokens:
             at = handler.position_ids(total, documents=table, device=ids.device)
             whole = whole.index_select(1, at)
             return float((split - whole).norm() / whole.norm()), limit
+
+
+def _few(model: Any, local: int, ranks: int, state: Any) -> int:
+    """The number of tokens of each rank: no position is beyond those that the model has surely a place for. ``state``:
+    that of the forward that has just ended."""
+    last = getattr(getattr(state, "batch", state), "last_position", 0)
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or local * ranks
+    few = min(local, TOKENS, max(int(last) + 1, places // 2) // ranks)
+    return few if few == local else few // 2 * 2  # of a layout with two parts
 
 
 def _is_of_others(module: str) -> bool:
