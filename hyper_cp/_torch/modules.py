@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import dropwhile, islice
@@ -63,12 +63,12 @@ def modules_of_hooks(module: nn.Module) -> list[str]:
 
 
 @contextmanager
-def without_hooks(model: nn.Module, of: Callable[[str], bool]) -> Iterator[None]:
-    """In this block the modules of ``model`` do not call those hooks of their forwards whose code is from a Python
-    module for whose name ``of`` is True."""
+def without_hooks(modules: Iterable[nn.Module], of: Callable[[str], bool]) -> Iterator[None]:
+    """In this block ``modules`` do not call those hooks of their forwards whose code is from a Python module for whose
+    name ``of`` is True."""
     before: list[tuple[dict[int, Any], dict[int, Any]]] = []
     try:
-        for module in model.modules():
+        for module in modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 left_out = [number for number, hook in hooks.items() if of(_module_of(hook))]
                 if left_out:

@@ -8,11 +8,13 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.modules import buffers_of
@@ -27,8 +29,11 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
     attributes that a forward assigns or changes (lists, dicts, sets, tensors, generators), the records of its styles.
     Restore random number generators, too. In the block gradients begin as None.
 
-    ``kept``: also what the forward before the block has kept for later, in private attributes and in objects."""
-    grads = [(p, p.grad) for p in model.parameters()]
+    ``kept``: the block has no backward, and stands behind a forward of the model, perhaps inside of the one of FSDP's
+    root. What that forward has kept for later, in private attributes and in objects, is restored, too; gradients are
+    not touched, and weights that are whole remain so."""
+    grads = [] if kept else [(p, p.grad) for p in model.parameters()]
+    units = [x for x in model.modules() if isinstance(x, FSDPModule) and not (kept and _is_whole(x))]
     buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
     attributes = [(module, _attributes(module)) for module in model.modules()]
     contents: dict[int, Callable[[], object]] = {}
@@ -36,8 +41,8 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
         contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in found.values() if x is not None}
     for _, found in attributes:
         _keep_content(found, contents, kept)
-    heads = [(binding, binding.heads) for binding in bindings(model)]
-    python = random.getstate()
+    calls = [(binding, binding.heads, binding.positions) for binding in bindings(model)]
+    python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
     of_device = {} if device_type == "cpu" else {"device_type": device_type}  # torch 2.11 takes no None
     with torch.random.fork_rng(devices, **of_device):
@@ -53,14 +58,18 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
                 buffers_of(module).update(found)
             for restore in contents.values():
                 restore()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # after an exception, whole parameters may be in place of the sharded ones
+            for unit in units:
+                unit.reshard()  # after an exception, whole parameters may be in place of the sharded ones
             for p, grad in grads:
                 p.grad = grad
-            for binding, before_heads in heads:
-                binding.heads = before_heads
+            for binding, heads, positions in calls:
+                binding.heads, binding.positions = heads, positions
             random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _is_whole(unit: FSDPModule) -> bool:
+    return not all(isinstance(p, DTensor) for p in cast(nn.Module, unit).parameters())
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -97,6 +106,12 @@ def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]], objects
             continue
         if isinstance(x, torch.Generator):
             kept[id(x)] = partial(x.set_state, x.get_state())
+        elif isinstance(x, random.Random):
+            kept[id(x)] = partial(x.setstate, x.getstate())
+        elif isinstance(x, np.random.Generator):
+            kept[id(x)] = partial(setattr, x.bit_generator, "state", x.bit_generator.state)
+        elif isinstance(x, np.ndarray) and x.size <= _MOST_ELEMENTS and x.flags.writeable:
+            kept[id(x)] = partial(np.copyto, x, x.copy())
         elif type(x) is Tensor:
             strided = x.layout is torch.strided and not x.is_meta and x.is_leaf
             if strided and x.untyped_storage().nbytes() == x.numel() * x.itemsize:  # all there, and its own

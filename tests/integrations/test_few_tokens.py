@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from hyper_cp._torch.modules import hook_owners
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_models import VOCABULARY, make, prepare_batch, prepare_model, tokens
 from tests.harness.ranks import on_ranks
@@ -219,6 +223,49 @@ def with_short_table(layout: str) -> list[int]:
 def test_no_position_is_beyond_those_of_the_table(ranks: Any, layout: str) -> None:
     """Before, one rank raised an error, for which the other one waited."""
     assert ranks(2, with_short_table, layout, timeout=60) == [[0], [0]]
+
+
+@on_ranks
+def weights_behind() -> tuple[list[bool], list[Tensor]]:
+    """True for a head whose weights are whole behind a forward under FSDP2; and the gradients of one step, before which
+    there were gradients of another one on a mesh of one rank."""
+    style, whole, found = ContextParallel(ulysses_degree=1), [], []
+    for compared in (True, False):
+        model = prepare_model(model_of(None), cp_mesh(), style=style)
+        owner = next(x for x in hook_owners(model.model) if hasattr(x, "few"))
+        owner.few.made = not compared
+        sharded_by_layers(model)
+        with context_parallel_mesh(model, split_cp_mesh(cp_mesh()).cp(1)) as handler:
+            model(**prepare_batch(handler, {"input_ids": tokens(48), "labels": tokens(48)})).loss.backward()
+        loss = model(**local_batch(style)).loss
+        whole.append(not isinstance(model.lm_head.weight, DTensor))
+        loss.backward()
+        assert owner.few.made
+        found.append(gradients_of(model)[0])
+    return whole, found
+
+
+def test_gradients_and_whole_weights_of_fsdp_remain(ranks: Any) -> None:
+    for whole, (found, wanted) in ranks(2, weights_behind):
+        assert whole == [True, True] and torch.equal(found, wanted)
+
+
+@on_ranks
+def over_several_degrees() -> float:
+    """The loss of a rank; two ranks share a sequence, two have one each, and FSDP gathers the weights of all."""
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    family, style = split_cp_mesh(world, [2]), ContextParallel(ulysses_degree=1)
+    mesh = family.cp(2 if dist.get_rank() < 2 else 1)
+    model = fully_shard(prepare_model(model_of(None), mesh, style=style), mesh=world)
+    ids = tokens(48)
+    loss = model(**prepare_batch(ContextParallelHandler(mesh, style), {"input_ids": ids, "labels": ids})).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def test_ranks_of_several_degrees_do_not_wait_for_each_other(ranks: Any) -> None:
+    first, second, *alone = ranks(4, over_several_degrees, timeout=60)
+    assert all(abs(first + second - x) < 1e-5 for x in alone)
 
 
 @on_ranks

@@ -18,9 +18,11 @@ from logging import getLogger
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..._torch.checkpoint import in_backward
 from ..._torch.modules import hook_owners, without_hooks
@@ -28,10 +30,11 @@ from ...data.collectives import by_rank
 from ...data.packing import attention_state
 from ...data.sharding import local_share
 from ...handler import ContextParallelHandler
-from ...mesh.family import split_cp_mesh
+from ...mesh.family import degrees_made, split_cp_mesh
 from ...mesh_swap import context_parallel_mesh
 from ...module.guards import unwatched
 from ...module.mesh_binding import Binding
+from ...module.mixers.calls import watching
 from ...schedule.documents import documents_table
 from ...schedule.layout import by_documents
 from ...style import style_of
@@ -73,9 +76,13 @@ class FewTokens:
             return
         if len(self.binding.stack) > 1 or not mesh.parallel:  # in a block, which other ranks may not be in
             return
+        if watching.top is not None:  # a model around this one is watched in its first forward: compare in the next
+            return
         if in_backward() or any(isinstance(owner, Recorder) for owner in hook_owners(model)):
             return  # a recompute, or a run of verify
         self.made = True
+        if degrees_made - {1} and mesh.mesh.size() < dist.get_world_size():
+            return  # others, with which FSDP or experts communicate, may be on meshes of other degrees now
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             return  # an exception inside of one would leave it in a state that backward refuses
         few, error, limit = (
@@ -110,7 +117,9 @@ class FewTokens:
             stack.enter_context(restore_model_state(model, ids.device.type, kept=True))
             stack.enter_context(_in_evaluation(model))
             stack.enter_context(unwatched(model))
-            stack.enter_context(without_hooks(model, _is_of_others))
+            stack.enter_context(without_hooks(model.modules(), _is_of_others))
+            # The model's own forward is about to end, with whole weights. Another one would end it for FSDP, too.
+            stack.enter_context(without_hooks([model], lambda module: module.startswith("torch.distributed.fsdp.")))
             stack.enter_context(not_collecting())
             stack.enter_context(torch.no_grad())
             stack.enter_context(_without_cache(ids.device.type))
@@ -124,8 +133,10 @@ class FewTokens:
             with context_parallel_mesh(model, split_cp_mesh(mesh.mesh, [1]).cp(1)):
                 state = replace(state, documents=None, length=total)
                 alone = partial(model, input_ids=ids, use_cache=False, context_parallel=state)
-                whole = _logits(alone())
-                limit = max(HALF, NOISE * _noise(model, alone, whole)) if _is_half(model, whole) else EXACT
+                with _dtypes() as found:
+                    whole = _logits(alone())
+                half = not found <= {torch.float32, torch.float64}
+                limit = max(HALF, NOISE * _noise(model, alone, whole)) if half else EXACT
             at = handler.position_ids(total, documents=table, device=ids.device)
             whole = whole.index_select(1, at)
             return float((split - whole).norm() / whole.norm()), limit
@@ -163,11 +174,20 @@ def _logits(output: Any) -> Tensor:
     return found.float() if found.dtype != torch.float64 else found
 
 
-def _is_half(model: nn.Module, logits: Tensor) -> bool:
-    """True if a model computes in half precision, whatever it stores."""
-    full = {x.dtype for x in model.parameters()} <= {torch.float32, torch.float64}
-    rounded = any(torch.equal(logits, logits.to(kind).to(logits.dtype)) for kind in (torch.bfloat16, torch.float16))
-    return rounded or not full or torch.is_autocast_enabled(logits.device.type)
+@contextmanager
+def _dtypes() -> Iterator[set[torch.dtype]]:
+    """The dtypes of the outputs of all modules that run in the block."""
+    found: set[torch.dtype] = set()
+
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            found.add(output.dtype)
+
+    handle = register_module_forward_hook(record)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def _noise(model: Any, alone: Callable[[], Any], logits: Tensor) -> float:
