@@ -169,8 +169,7 @@ def prepare_model(
         hook.attach(stack)
         if model is not stack:
             hook.around = _Around(model)
-        watch(stack, known=True)
-        attend_locally(model, stack, hook.implementation)
+        watch(stack, known=True, elsewhere=attend_locally(model, stack, hook.implementation))
     hook = hooks[-1]
     if len(stacks) > 1:
         hooks[0].reads_padding = True  # of a source whose mask the encoder makes itself

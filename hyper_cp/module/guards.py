@@ -6,11 +6,12 @@ the model is watched for attention that is not routed, and for styled modules th
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from itertools import islice
 from logging import getLogger
@@ -273,10 +274,11 @@ def _watched(root: nn.Module) -> bool:
     return any(isinstance(owner, FirstForward) for owner in hook_owners(root))
 
 
-def watch(root: nn.Module, known: bool = False) -> None:
+def watch(root: nn.Module, known: bool = False, elsewhere: Set[nn.Module] = frozenset()) -> None:
     """Watch the next forward of a model for attention that is not routed, for positions counted locally and for
-    functions that mix positions. Of a model that is ``known`` the user's own code only is watched for these."""
-    first = FirstForward(known)
+    functions that mix positions. Of a model that is ``known`` the user's own code only is watched for these. Modules
+    that attend ``elsewhere`` than to the sequence may do so by themselves."""
+    first = FirstForward(known, elsewhere)
     root.register_forward_pre_hook(first.before, prepend=True)
     root.register_forward_hook(first.after, always_call=True)
 
@@ -301,9 +303,9 @@ def unwatched(model: nn.Module) -> Iterator[None]:
 class FirstForward(EnteredMode):
     """The hooks of a model around its first forward, and the mode that sees the functions which that forward calls."""
 
-    def __init__(self, known: bool = False) -> None:
+    def __init__(self, known: bool = False, elsewhere: Set[nn.Module] = frozenset()) -> None:
         super().__init__()
-        self.known, self.warned = known, False
+        self.known, self.elsewhere, self.warned = known, elsewhere, False
         self.done: set[bool] = set()
         """The modes whose first forward has been watched, training and evaluation: other modules may run in each."""
         self.thread: int | None = None
@@ -314,7 +316,7 @@ class FirstForward(EnteredMode):
         """Calls that were not routed: module name, beginning and end of the error, number of positions."""
 
     def __deepcopy__(self, memo: Any) -> FirstForward:
-        return FirstForward(self.known)  # a copy is another model
+        return FirstForward(self.known, copy.deepcopy(self.elsewhere, memo))  # a copy is another model
 
     def before(self, root: nn.Module, args: Any) -> None:
         """Begin to watch."""
@@ -365,7 +367,7 @@ class FirstForward(EnteredMode):
         if length == 0:
             return
         name = self.model.names.get(id(caller), "")
-        if not self.model.allows(name):
+        if not self.model.allows(name) and self.elsewhere.isdisjoint(running_modules()):
             self._add(caller, name, spelling, length, _NOT_REPLACED if self.known else _NO_KEYS)
 
     def _watches_mixing(self) -> bool:

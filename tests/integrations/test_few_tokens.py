@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
 from hyper_cp._torch.modules import hook_owners
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_images import tiny
 from tests.harness.hf_models import VOCABULARY, make, prepare_batch, prepare_model, tokens
 from tests.harness.ranks import on_ranks
 
@@ -287,3 +288,18 @@ def of_documents() -> list[int]:
 def test_the_comparison_is_the_same_for_every_batch(ranks: Any) -> None:
     for found in ranks(2, of_documents):
         assert found == [1, 1, 0, 0]
+
+
+@on_ranks
+def of_images(kinds: list[str]) -> list[int]:
+    """The warnings of right models, of which one counts positions around its decoder."""
+    found, style = [], ContextParallel(ulysses_degree=1)
+    handler, ids = ContextParallelHandler(cp_mesh(), style), torch.arange(40)[None] % 7 + 20
+    for kind in kinds:
+        model = prepare_model(tiny(kind).float(), cp_mesh(), style=style)
+        found.append(said(model, prepare_batch(handler, {"input_ids": ids, "labels": ids})))
+    return found
+
+
+def test_models_of_images_are_compared_by_text(ranks: Any) -> None:
+    assert ranks(2, of_images, ["gemma4", "qwen2_5_vl", "llava"]) == [[0, 0, 0]] * 2

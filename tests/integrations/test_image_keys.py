@@ -86,6 +86,22 @@ def test_layers_attend_to_images_that_each_rank_encodes_a_run_of(ranks: Any, kin
 
 
 @on_ranks
+def as_many_rows() -> float:
+    """The error of four images of five rows each, beside 20 tokens on each rank."""
+    model, g = tiny("idefics"), torch.Generator().manual_seed(4)
+    size, ids = model.config.vision_config.image_size, torch.randint(8, 50, (2, 40), generator=g)
+    seen = torch.ones(2, 40, 4, dtype=torch.int64)
+    images = torch.randn(2, 4, 3, size, size, dtype=torch.float64, generator=g)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": images}
+    return errors(model, batch | {"image_attention_mask": seen}, [RING])
+
+
+def test_rows_of_images_may_be_as_many_as_the_tokens_of_a_share(ranks: Any) -> None:
+    """They were taken for attention over the share that nothing routes."""
+    assert max(ranks(2, as_many_rows)) <= 1e-9
+
+
+@on_ranks
 def sharded(kind: str) -> float:
     model = made_of(kind)
     batch = batch_of(model)

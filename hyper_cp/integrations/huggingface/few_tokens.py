@@ -129,7 +129,8 @@ class FewTokens:
             share = local_share(handler, ids, 1, table)
             state = attention_state(handler, table)
             state = replace(state, last_position=total - 1, length=few, numbered=True, packed=False)
-            split = _logits(model(input_ids=share, context_parallel=state))
+            at = handler.position_ids(total, documents=table, device=ids.device)  # some models count them themselves
+            split = _logits(model(input_ids=share, position_ids=at[None], context_parallel=state))
             with context_parallel_mesh(model, split_cp_mesh(mesh.mesh, [1]).cp(1)):
                 state = replace(state, documents=None, length=total)
                 alone = partial(model, input_ids=ids, use_cache=False, context_parallel=state)
@@ -137,7 +138,6 @@ class FewTokens:
                     whole = _logits(alone())
                 half = not found <= {torch.float32, torch.float64}
                 limit = max(HALF, NOISE * _noise(model, alone, whole)) if half else EXACT
-            at = handler.position_ids(total, documents=table, device=ids.device)
             whole = whole.index_select(1, at)
             return float((split - whole).norm() / whole.norm()), limit
 

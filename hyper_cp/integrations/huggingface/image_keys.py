@@ -63,15 +63,16 @@ def layers_of(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
     return set() if owner is None or MODELS[type(owner).__name__].in_source else cross_attention(decoder)
 
 
-def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> None:
+def attend_locally(model: nn.Module, decoder: nn.Module, implementation: str) -> set[nn.Module]:
     """Let such layers, modules that attend to earlier layers, and encoders that have the configuration of the decoder,
-    or are inside of it, attend as before the model was prepared."""
+    or are inside of it, attend as before the model was prepared. Return those in the decoder."""
     inside = encoders_in(decoder) | layers_of(model, decoder)
     inside |= {module for module in decoder.modules() if attends_to_blocks(type(module))}
     outside = encoders_in(owner_of(model, decoder) or decoder) - {*decoder.modules()}
     for module in inside | {m for m in outside if getattr(m, "config", None) is decoder.config}:
         if hasattr(module, "config"):
             set_implementation(module, implementation)
+    return inside
 
 
 class ImageKeysHook:
