@@ -24,7 +24,7 @@ from .data.collectives import by_rank
 from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
 from .data.pooling import pool, refuse_sequence_first
-from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, resolve_layout
+from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, pads_to, resolve_layout
 from .data.uncounted import without_padding
 from .mesh.agreement import digest
 from .mesh.arguments import check_type, is_int
@@ -585,7 +585,7 @@ class ContextParallelHandler(Shares):
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
         if gather and length is None:
             known = self.cp.batch.length
-            length = known if known and self.padded_length(known) == found.shape[-1] * self.cp.size else None
+            length = known if known and pads_to(self, known, found.shape[-1] * self.cp.size) else None
         return self.combine(found, -1, length=length, gradients=gradients) if gather else found
 
     def pool(

@@ -15,7 +15,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, read, tokens_of
 from .collectives import by_rank, with_gradient_of
 from .loss import ADDED, adds_to_logits
-from .sharding import Shares, documents_for, gradient_factor, resolve_layout
+from .sharding import Shares, documents_for, gradient_factor, pads_to, resolve_layout
 
 REDUCTIONS = ("sum", "mean", "last")
 
@@ -133,7 +133,7 @@ def _documents_of_tokens(
             f"x of shape {tuple(x.shape)} comes without length, and this batch of {found[0]} positions was padded to "
             f"{found[1]}. Padding would count. Pass length={found[0]}, or a mask of the tokens that count"
         )
-    if length is not None and shares.padded_length(length) != padded:
+    if length is not None and not pads_to(shares, length, padded):
         raise ValueError(
             f"length={length} pads to {shares.padded_length(length)} positions. The ranks hold {padded}. Pass the "
             "length of the sequence before it was split"

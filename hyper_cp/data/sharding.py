@@ -123,7 +123,7 @@ class Shares:
         factor = gradient_factor(self.cp, tensor, gradients, "combine")
         whole = tensor.shape[seq_dim] * self.cp.size
         layouts.check_length(self.layout, self.cp.size, whole)
-        if length is not None and self.padded_length(length) != whole:
+        if length is not None and not pads_to(self, length, whole):
             raise ValueError(
                 f"length={length} pads to {self.padded_length(length)} positions. The ranks hold {whole}. Pass the "
                 "length that the dispatched tensor had"
@@ -244,6 +244,13 @@ def local_share(
 ) -> Tensor:
     """:meth:`Shares.dispatch`, for a sequence with this table of documents."""
     return shares._local_share(tensor, seq_dim, documents, pad_value)
+
+
+def pads_to(shares: Shares, length: int, padded: int) -> bool:
+    """True if a sequence of ``length`` positions has ``padded`` after the split: as many as the layout needs, or in the
+    block of a batch that was padded further (a planned micro-batch) as many as that has."""
+    batch = shares.cp.batch
+    return shares.padded_length(length) == padded or (batch.length, batch.padded_length) == (length, padded)
 
 
 def resolve_layout(shares: Shares, length: int, documents: Tensor | None, argument: str = "length") -> ResolvedLayout:

@@ -415,6 +415,35 @@ def test_padding_of_a_step_is_no_document(ranks: Ranks, layout: str) -> None:
 
 
 @on_ranks
+def gathered(layout: str) -> int:
+    """The tokens of the steps in which this rank gathers log-probabilities, hidden states and pooled values."""
+    (family, plan), model, tokens = two_ranks(), model_of(""), 0
+    ring: dict[str, Any] = {"layout": layout, "ulysses_degree": 1, "kv_exchange": "ring"}
+    parallelize_module(model, family.cp(2), {"layers.*.attention.inner": ContextParallel(2, 1, **ring)})
+    for step in dynamic_steps(plan, family):
+        with step.mesh(model) as handler:
+            whole = step.pack([torch.arange(n) for n in SMALL])
+            hidden, head = handler.dispatch(whole, 1)[..., None].double(), torch.zeros(4, 1).double()
+            found = handler.log_probs(hidden, hidden[..., 0].long() % 4, head=head, gather=True, gradients=None)
+            if step.micro_batch is None:
+                continue
+            n = sum(step.micro_batch.lengths)
+            assert found.shape == (1, n)
+            assert handler.combine(hidden, 1, length=n, gradients=None)[..., 0].tolist() == whole[:, :n].tolist()
+            assert handler.pool(hidden, "sum", length=n, gradients=None).sum() == whole.sum()
+            with pytest.raises(ValueError, match=f"length={n + 9} pads to"):
+                handler.combine(hidden, 1, length=n + 9, gradients=None)
+            tokens += n
+    return tokens
+
+
+@pytest.mark.parametrize("layout", ["head_tail", "contiguous"])
+def test_gathered_values_of_a_step_have_no_padding(ranks: Ranks, layout: str) -> None:
+    """Also where the plan pads more than the layout of the model needs."""
+    assert max(ranks(2, gathered, layout)) > 0
+
+
+@on_ranks
 def losses_of_samples() -> float:
     """The error of gradients of a loss of each sample's mean, of which all ranks of a step have the same values."""
     family, plan = two_ranks()
