@@ -611,7 +611,7 @@ class ContextParallelHandler(Shares):
             x: values of this rank's tokens, ``[B, S/n]`` or ``[B, S/n, width]``; they get gradients.
             reduce: ``"sum"``, ``"mean"``, or ``"last"``: the token with the highest position.
             mask: ``[B, S/n]``, this rank's share of a mask of 0 and 1: only tokens with 1 count (labels that are not
-                ignored, say). A document without any has the value 0. In floating point weights, as in
+                ignored, say). A document without any has the value 0. Other numbers are weights, as in
                 :meth:`mean_loss`: a weighted sum or mean, or the last token whose weight is not 0.
             documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``,
                 ``"balanced"`` and ``"auto"`` they must be those by which the tokens were placed, as for

@@ -56,7 +56,7 @@ def pool(
         shown = shown & (place == last[index]).view(shown.shape)
     exact = torch.promote_types(x.dtype, torch.float32)
     values, weights = x.reshape(*x.shape[:2], math.prod(x.shape[2:])).to(exact), shown.to(exact)
-    if mask is not None and mask.is_floating_point():
+    if mask is not None and mask.dtype != torch.bool:
         weights = weights if reduce == "last" else mask.to(exact)
         weights = weights.masked_fill(adds_to_logits(mask), torch.nan)  # on all ranks, if on one
     # Values that do not count may be inf or NaN, so they are replaced before they are multiplied by 0. (The gradient of

@@ -154,6 +154,11 @@ def values_and_refusals() -> list[str]:
     before[0, :4] = before[1, 9:] = 0
     with handler.documents(inside := handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": before})):
         assert handler.pool(inside["x"], "last", mask=mask).tolist() == [[10.0], [19.0]]
+    twos = 2 * torch.ones(2, 11, dtype=torch.uint8).triu(8)  # rows of three and of two tokens that count
+    for dtype, how in ((torch.uint8, "sum"), (torch.int64, "sum"), (torch.int64, "mean"), (torch.int64, "last")):
+        sums = handler.pool(share, how, mask=handler.dispatch(twos.to(dtype), 1, pad_value=0), length=11)
+        wanted = {"sum": [[54.0], [82.0]], "mean": [[9.0], [20.5]], "last": [[10.0], [21.0]]}
+        assert sums.tolist() == wanted[how]
     weights = torch.rand(2, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mine, whole = (handler.dispatch(y, 1, pad_value=0).requires_grad_() for y in (weights, x.nan_to_num().double()))
     for reduce in ("sum", "mean"):
