@@ -136,8 +136,9 @@ class ContextParallelHandler(Shares):
         A dict may also contain:
 
         * ``cu_seqlens`` (or ``documents``, or Megatron's, FlashAttention's, Hugging Face's and torchtitan's names for
-          it), ``document_ids`` or ``seq_idx [B, S]``: packed documents. They are removed: they have no meaning for a
-          share. Other names that seem to mean documents raise; ``seq_dims={name: ...}`` says that one does not.
+          it), ``document_ids`` or ``seq_idx [B, S]`` (negative: padding): packed documents. They are removed: they have
+          no meaning for a share. Other names that seem to mean documents raise; ``seq_dims={name: ...}`` says that one
+          does not.
         * ``cu_seqlens_padded`` beside ``cu_seqlens`` (or ``cu_seqlens`` beside ``cu_seqlens_unpadded``): each document
           has padding behind it, up to where the next one begins. The padding becomes documents.
         * ``attention_mask [B, S]`` of 0 and 1: padding before or after the tokens of each row. It becomes
@@ -339,7 +340,7 @@ class ContextParallelHandler(Shares):
                 (list or tensor ``[m]``) or one list per row. Any lengths, boundaries anywhere. If S does not split
                 evenly over the ranks, its padding becomes one more document (``[0, S]``: a padded sequence).
                 Or a batch from :meth:`get_batch_on_this_cp_rank`: its documents and padding, if any.
-            document_ids: instead, ``[B, S]``: the document of every global position.
+            document_ids: instead, ``[B, S]``: the document of every global position; padding has negative ones.
 
         Yields:
             The documents as a CPU table ``[1 or B, m]``. Pass it on explicitly (``documents=`` of a styled module)

@@ -59,7 +59,7 @@ def take_documents(entries: dict[Any, Any], known: Collection[Any] = ()) -> Tens
             f"{', '.join(map(repr, rows))} name different documents: {rows}. Context parallelism of packed documents "
             f"needs queries and keys to be packed alike. Keep one of them and drop the others"
         )
-    return next(iter(found.values()), None)
+    return max(found.values(), key=lambda table: tokens_of(table) is not None, default=None)  # one that knows padding
 
 
 def _table(name: str, entries: dict[Any, Any]) -> Tensor | None:

@@ -37,7 +37,8 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
     Args:
         documents: cumulative lengths from 0 to S as a list or tensor ``[m]`` (for every batch row);
             or one such list or tensor per row; or ``[batch, m]``, each row filled up with S.
-        document_ids: ``[batch, S]``: the document of every position; a document is contiguous.
+        document_ids: ``[batch, S]``: the document of every position; a document is contiguous. Negative ones are
+            padding.
 
     Returns:
         The table, its width filled up to a power of two (so that another number of documents is
@@ -46,7 +47,10 @@ def documents_table(documents: Any = None, document_ids: Any = None) -> Tensor |
     if document_ids is not None:
         if documents is not None:
             raise ValueError("documents and document_ids are both given. They describe the same. Pass one of them")
-        documents = _boundaries_of_ids(ids_tensor(document_ids))
+        ids = ids_tensor(document_ids)
+        of_ids = documents_table(_boundaries_of_ids(ids))
+        tokens = None if is_compiling() or not bool((ids < 0).any()) else (ids >= 0).cpu()
+        return of_ids if of_ids is None or tokens is None else mark_tokens(of_ids, tokens)
     if documents is None:
         return None
     if isinstance(documents, Tensor) and documents.ndim == 2 and documents.dtype == torch.int64:
@@ -92,7 +96,8 @@ def _boundaries_of_ids(ids: Tensor) -> list[list[int]]:
     found = []
     for row, line in enumerate(ids.cpu()):
         first = (torch.nonzero(line[1:] != line[:-1]).flatten() + 1).tolist()
-        if len(first) + 1 != len(line.unique()):
+        named = (begin := line[[0, *first]])[begin >= 0]  # padding may lie in several places
+        if len(named) != len(named.unique()):
             raise ValueError(
                 f"document_ids[{row}] names a document in two places. A document is contiguous. Give its parts "
                 "different ids"

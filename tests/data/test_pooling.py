@@ -150,6 +150,14 @@ def values_and_refusals() -> list[str]:
     given = {"x": x.nan_to_num(), "cu_seqlens": [0, 4, 9], "cu_seqlens_padded": [0, 5, 11]}  # padding in 4 and 9, 10
     with handler.documents(inside := handler.get_batch_on_this_cp_rank(given)):
         assert handler.pool(inside["x"], "sum").tolist() == [[6.0, 35.0], [50.0, 90.0]]
+    ids = torch.tensor([[-1, 1, 1, -1, 0, 0, 0, 0, 0, -1, -1], [1] * 4 + [2] * 7])  # padding in four places
+    for name in ("document_ids", "seq_idx"):
+        also: dict[str, Any] = {} if name == "seq_idx" else {"cu_seqlens": [[0, 1, 3, 4, 9, 11], [0, 4, 11]]}
+        given = {"x": x.nan_to_num(), name: ids, **also}
+        with handler.documents(inside := handler.get_batch_on_this_cp_rank(given)):
+            assert handler.pool(inside["x"], "sum").tolist() == [[3.0, 30.0], [50.0, 111.0]]
+    with handler.documents(document_ids=ids):
+        assert handler.pool(handler.dispatch(x.nan_to_num(), 1, pad_value=9), "sum").tolist()[0] == [3.0, 30.0]
     before = torch.ones(2, 11)
     before[0, :4] = before[1, 9:] = 0
     with handler.documents(inside := handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": before})):
