@@ -272,7 +272,10 @@ class _LogProbs(torch.autograd.Function):
             for rows in loop.chunks():
                 scores = loop.scores(rows)
                 index, mine = loop.own_labels(rows)
-                chosen[rows] = scores.gather(1, index).squeeze(1) * mine if len(loop.weight) else 0
+                if len(
+                    loop.weight
+                ):  # chosen before it is multiplied: the logit of another rank's label may be -inf here
+                    chosen[rows] = torch.where(mine == 0, 0, scores.gather(1, index).squeeze(1) * mine)
                 exponents[rows] = _log_sum_exp_(scores)
                 del scores  # before the next chunk's are made
         if vocabulary.mesh is not None:
@@ -394,4 +397,5 @@ def _log_sum_exp_(scores: Tensor) -> Tensor:
     if scores.shape[1] == 0:
         return scores.new_full((len(scores),), -torch.inf)
     highest = scores.amax(1, keepdim=True)
+    highest = torch.where(highest == -torch.inf, 0, highest)  # a bias may ban all classes of this rank
     return scores.sub_(highest).exp_().sum(1).log_().add_(highest.squeeze(1))

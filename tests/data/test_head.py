@@ -281,6 +281,32 @@ def test_a_vocabulary_split_over_ranks(ranks: Any) -> None:
 
 
 @on_ranks
+def banned(first: int, last: int) -> list[float]:
+    """The errors of a loss and of its gradients where a bias of -inf bans some of 8 classes, 4 on each of two ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
+    handler, x = ContextParallelHandler(mesh["cp"], "contiguous"), torch.randn(2, 6, 5, dtype=torch.float64)
+    labels, head = (1 + torch.arange(12).view(2, 6)) % 8, nn.Linear(5, 8).double()
+    labels = torch.where((labels >= first) & (labels < last), 1, labels)
+    head.bias.data[first:last] = -torch.inf
+    for parameter in (x, *head.parameters()):
+        dist.broadcast(parameter.data, 0)
+    hidden, theirs = x.clone().requires_grad_(), x.requires_grad_()
+    expected = F.cross_entropy(head(theirs).flatten(0, 1), labels.flatten())
+    wanted = torch.autograd.grad(expected, (theirs, head.weight))
+    parallelize_module(head, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+    loss = handler.mean_loss(hidden, labels, head=head, elsewhere=True)
+    loss.backward()
+    found = hidden.grad, full(head.weight.grad)
+    return [abs(loss.item() - expected.item()), *map(relative_error, found, wanted)]
+
+
+@pytest.mark.parametrize(("first", "last"), [(4, 5), (0, 1), (4, 8)])
+def test_classes_of_a_split_vocabulary_that_a_bias_bans(ranks: Any, first: int, last: int) -> None:
+    for found in ranks(2, banned, first, last):
+        assert max(found) <= 1e-12
+
+
+@on_ranks
 def split_refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
     cp, tp = mesh["cp"], mesh["tp"]
