@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ..mesh.arguments import check_amount, check_choice, check_int
+from ..mesh.arguments import check_amount, check_bool, check_choice, check_int
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments
 from .cluster import Cluster, cluster_of, with_measurements
@@ -57,7 +57,8 @@ def plan(
         batch: the number of sequences that each group has in a step.
         cp_size, ulysses_degree, kv_exchange, layout, checkpointing, chunked_loss: plan with this value only (None: with
             every value that is possible).
-        dtype: the dtype of activations: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        dtype: the dtype of activations: ``"bfloat16"``, ``"float16"`` or ``"float32"``, for which half of the cluster's
+            TFLOP/s count, as with TF32 (allow it), except for those that are ``measured``.
         bytes_per_parameter: the bytes of a parameter with its gradient and optimizer states (16: fp32 with Adam).
         shards: the number of ranks over which these are split, as FSDP does (None: all GPUs).
         memory_gb: the memory of a device that a step may use, in GB of 1e9 bytes (None: that of the cluster, less a
@@ -86,6 +87,7 @@ def plan(
     check_amount("bytes_per_parameter", bytes_per_parameter, "Parameters take memory")
     check_choice("dtype", dtype, DTYPES, "Bytes depend on it")
     devices = cluster_of(cluster)
+    devices = replace(devices, tflops=devices.tflops / 2) if DTYPES[dtype] == 4 else devices
     devices = devices if measured is None else with_measurements(devices, measured)
     usable = devices.memory_gb * devices.memory_share if memory_gb is None else memory_gb
     check_amount("memory_gb", usable, "A step takes memory")
@@ -94,7 +96,8 @@ def plan(
     exchanges = _chosen("kv_exchange", kv_exchange, KV_EXCHANGES)
     names = _chosen("layout", layout, [name for name in layouts.LAYOUTS if name != "auto"])
     kinds = _chosen("checkpointing", checkpointing, CHECKPOINTING)
-    losses = (False, True) if chunked_loss is None else (chunked_loss,)
+    why = "The loss makes logits for a chunk of tokens at a time, or whole ones"
+    losses = (False, True) if chunked_loss is None else (check_bool("chunked_loss", chunked_loss, why),)
     workload = Workload(
         shape,
         devices,

@@ -40,6 +40,8 @@ ENTRIES, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attenti
 """Types of layers of configurations, beside those of other names."""
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 """The names under which configurations have the inner size of an expert that all tokens run through."""
+EXPERTS_EVERY = ("interleave_moe_layer_step", "expert_layer_period", "decoder_sparse_step")
+"""The names under which configurations say that every so many layers one has experts."""
 NORMS = ("fused", "plain", "transformers")
 NECESSARY = ("layers", "heads", "width", "vocabulary")
 LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -105,6 +107,7 @@ class ModelShape:
         rotary: the numbers of the rotary part, which ``latent`` includes.
         attention_weights: the weights of one layer's projections (0: each is one matrix from or to the width).
         stored_ffn: the inner size of all experts together; idle ones take memory and no time (0: the same as ``ffn``).
+            Where some layers have no experts, both are means of all layers.
         tied: True if the head and the embedding are one parameter.
         norm: the RMSNorm, which decides how much it saves for backward: ``"fused"`` (one kernel: ``nn.RMSNorm`` on
             accelerators), ``"plain"`` (``nn.RMSNorm`` on the CPU), or ``"transformers"`` (Hugging Face's, in fp32).
@@ -294,13 +297,26 @@ def model_shape(model: Any) -> ModelShape:
     if experts and active and inner:
         shared = (_get(config, "n_shared_experts") or 0) * inner
         shared += next((x for name in SHARED if (x := _get(config, name))), 0)
-        found["ffn"], found["stored_ffn"] = active * inner + shared, experts * inner + shared
+        plain = _get(config, "intermediate_size_mlp") or found.get("ffn") or inner  # that of layers without experts
+        layers, sparse = found["layers"], _layers_with_experts(config, found["layers"])
+        for name, sum_of_all in (("ffn", active * inner + shared), ("stored_ffn", experts * inner + shared)):
+            found[name] = round((sparse * sum_of_all + (layers - sparse) * plain) / layers)
     found |= _latent_attention(config, found["layers"], found["heads"], found["width"])
     found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))
     found["norm"] = _get(config, "norm") or ("transformers" if _get(config, "model_type") else "fused")
     if not found.get("topk"):
         found |= _kinds_of_layers(config, found)
     return ModelShape(**found)
+
+
+def _layers_with_experts(config: Any, layers: int) -> int:
+    """The number of layers whose MLP has experts: all, unless the configuration names some."""
+    if kinds := _get(config, "mlp_layer_types"):
+        return layers - [*kinds].count("dense")
+    every = next((x for name in EXPERTS_EVERY if (x := _get(config, name))), 1)
+    offset, first = _get(config, "expert_layer_offset"), _get(config, "first_k_dense_replace") or 0
+    place, without = (every - 1 if offset is None else offset), _get(config, "mlp_only_layers") or ()
+    return sum((i - place) % every == 0 for i in range(first, layers) if i not in without)
 
 
 def _layer_of(config: Any) -> Any:

@@ -147,6 +147,26 @@ def test_the_parameters_of_known_models() -> None:
 # --------------------------------------------------------------------------- clusters and measurements
 
 
+EXPERTS = {"layers": 8, "heads": 4, "width": 64, "vocabulary": 100, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "given,sparse,plain",
+    [
+        ({"moe_intermediate_size": 32}, 8, 128),
+        ({"moe_intermediate_size": 32, "first_k_dense_replace": 3}, 5, 128),
+        ({"moe_intermediate_size": 32, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 3, 128),
+        ({"moe_intermediate_size": 32, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 6}, 6, 128),
+        ({"interleave_moe_layer_step": 2, "intermediate_size_mlp": 256, "intermediate_size": 32}, 4, 256),
+        ({"expert_layer_period": 4, "expert_layer_offset": 1, "intermediate_size": 32}, 2, 32),
+    ],
+)
+def test_layers_without_experts_have_an_mlp(given: dict[str, Any], sparse: int, plain: int) -> None:
+    """The means of all layers, with 2 of 8 experts of 32 in some of them."""
+    shape = model_shape({"intermediate_size": 128} | EXPERTS | given)
+    assert (shape.ffn, shape.stored_ffn) == tuple((sparse * n * 32 + (8 - sparse) * plain) // 8 for n in (2, 8))
+
+
 def test_profiles_name_their_sources() -> None:
     assert set(PROFILES) == {"h100", "h200", "a100", "b200", "910b", "910c"}
     assert all(len(c.source) > 40 for c in PROFILES.values())
@@ -182,6 +202,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("layout='zigzag' is unknown", {"layout": "zigzag"}),
     ("checkpointing='some' is unknown", {"checkpointing": "some"}),
     ("dtype='int4' is unknown", {"dtype": "int4"}),
+    ("chunked_loss='no' must be True or False", {"chunked_loss": "no"}),
     ("batch=-1 must be a positive int", {"batch": -1}),
     ("sequence=-8 must be a positive int", {"sequence": -8}),
     (r"sequence\[1\]=0 must be a positive int", {"sequence": [8, 0]}),
@@ -206,6 +227,16 @@ def test_impossible_input_is_refused_in_three_sentences(message: str, given: dic
     with pytest.raises((ValueError, TypeError), match=message) as error:
         plan(arguments.pop("model"), arguments.pop("sequence"), **arguments)
     assert len(re.split(r"\. (?=[A-Z])", str(error.value))) == 3, str(error.value)
+
+
+def test_products_of_fp32_are_half_as_fast_unless_they_were_measured() -> None:
+    wide, narrow = (plan(LLAMA, 2**16, gpus=8, dtype=x, memory_gb=1e9).best for x in ("float32", "bfloat16"))
+    assert wide is not None and narrow is not None
+    assert wide.tokens_per_second < 0.6 * narrow.tokens_per_second
+    measured = {"format": "hyper-cp measurements", "version": 1, "matmul_tflops": 300.0}
+    report = plan(LLAMA, 2**16, gpus=8, dtype="float32", measured=measured)
+    assert report.cluster.flops("matmul_share") == pytest.approx(300e12)
+    assert report.cluster.flops("forward_share") == pytest.approx(0.65 * 989e12 / 2)
 
 
 def test_a_cluster_has_positive_numbers() -> None:
