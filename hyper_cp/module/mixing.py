@@ -53,8 +53,21 @@ def _batch_normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], length
 
 
 def _pooled(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    kernel = _each(kwargs.get("kernel_size", args[1] if len(args) > 1 else None), x.ndim - 2)
-    return any(n in lengths and k != 1 for n, k in zip(x.shape[2:], kernel, strict=False))
+    """True for windows of more than one position. Before those that overlap the input may have been padded by what a
+    window reaches."""
+    kernel = kwargs.get("kernel_size", args[1] if len(args) > 1 else None)
+    stride = kwargs.get("stride", args[2] if len(args) > 2 else None) or kernel
+    each = (_each(given, x.ndim - 2) for given in (kernel, stride, kwargs.get("dilation", 1)))
+    for n, size, step, dilation in zip(x.shape[2:], *each, strict=False):
+        if n in lengths and size != 1:
+            return True
+        if size is not None and size > step and any(0 < n - length <= (size - 1) * dilation for length in lengths):
+            return True
+    return False
+
+
+def _norm_pooled(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return _pooled(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
 
 
 def _pooled_to(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -178,10 +191,11 @@ TABLE = (
     ),
     Mixing(
         "pools positions",
-        (nn.MaxPool1d, nn.AvgPool1d, nn.LPPool1d),
-        tuple(f"{kind}{n}d" for kind in ("max_pool", "avg_pool", "lp_pool") for n in (1, 2, 3)),
+        (nn.MaxPool1d, nn.AvgPool1d),
+        tuple(f"{kind}{n}d" for kind in ("max_pool", "avg_pool") for n in (1, 2, 3)),
         along=_pooled,
     ),
+    Mixing("pools positions", (nn.LPPool1d,), tuple(f"lp_pool{n}d" for n in (1, 2, 3)), along=_norm_pooled),
     Mixing(
         "pools positions",
         (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),

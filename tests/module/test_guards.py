@@ -92,7 +92,11 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         ("batch_norm", (torch.zeros(16, 3), *statistics)),
         ("avg_pool1d", (x, 2)),
         ("avg_pool1d", (x, 8)),
+        ("avg_pool1d", (torch.zeros(2, 3, 10), 3, 1)),  # padded by hand, by what a window reaches
         ("max_pool2d", (x[:, None], (1, 2))),
+        ("max_pool2d", (torch.zeros(2, 3, 1, 11), (1, 4), (1, 2))),
+        ("lp_pool1d", (x, 1.0, 2)),
+        ("lp_pool1d", (torch.zeros(2, 3, 10), 2.0, 3, 1)),
         ("adaptive_avg_pool1d", (x, 1)),
         ("interpolate", (x, 4)),
         ("cumsum", (x, -1)),
@@ -128,6 +132,10 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         ("topk", (x, 2, 1)),
         ("group_norm", (torch.zeros(8, 4), 2)),
         ("max_pool2d", (x[:, None], (3, 1))),
+        ("avg_pool1d", (torch.zeros(2, 3, 10), 3)),
+        ("avg_pool1d", (torch.zeros(2, 3, 11), 3, 1)),
+        ("lp_pool1d", (x, 2.0, 1)),
+        ("lp_pool1d", (torch.zeros(2, 3, 10), 4.0, 2, 1)),
         ("adaptive_avg_pool2d", (x[:, None], (1, 8))),
         ("linear", (x, wide)),
         ("fft_fft", (x.mT,)),
@@ -153,6 +161,9 @@ def test_calls_that_mix_a_number_of_positions_are_known() -> None:
         assert list(map(bool, known)) == [dim == 2] * 2
     assert row_of_call("unfold", (x[:, None],), {"kernel_size": 3, "stride": 2}, {8})
     assert not row_of_call("unfold", (x[:, None],), {"kernel_size": 2, "stride": 2}, {8})
+    kernel = {"kernel_size": 2, "stride": 1}
+    known = [row_of_call("max_pool1d", (torch.zeros(2, 3, 11),), kernel | {"dilation": n}, {8}) for n in (1, 3)]
+    assert list(map(bool, known)) == [False, True]
     assert row_of_call("softmax", (x,), {"dim": 2}, {8}) and not row_of_call("softmax", (x,), {"dim": 1}, {8})
 
 
@@ -525,6 +536,7 @@ def by_hand(block: bool) -> dict[str, list[int]]:
     }
     if not block:  # which refuses it
         calls["conv1d"] = lambda x: F.conv1d(F.pad(x, (2, 0)), torch.zeros(1, 4, 3))
+        calls["avg_pool1d"] = lambda x: F.avg_pool1d(F.pad(x, (2, 0)), 3, 1)
         calls["group_norm"] = lambda x: F.group_norm(x, 1)
         calls["right: windows"] = lambda x: pooled(x.mT)
     return {name: of(call) for name, call in calls.items()} | {"right: allowed": of(calls["cumsum"], ("mixing",))}
