@@ -76,6 +76,7 @@ PRIVATE_ELSEWHERE = {
         "integrations/huggingface/inline_media.py",
         "_get_feat_extract_output_lengths",
     ): "the numbers of rows of clips, which Qwen2-Audio's tower computes under this name only",
+    ("planner/model.py", "_sliding_window_pattern"): "the name of an entry of config.json files of Gemma 3",
     ("mesh/groups.py", "_get_backend"): "the backend of a device, which alone says whether it can be split",
     ("mesh/groups.py", "_timeout"): "the timeout among NCCL's options, without which new_group warns",
     ("mesh/groups.py", "_world"): "the number that is part of the name of the next process group",

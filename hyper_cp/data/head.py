@@ -272,9 +272,7 @@ class _LogProbs(torch.autograd.Function):
             for rows in loop.chunks():
                 scores = loop.scores(rows)
                 index, mine = loop.own_labels(rows)
-                if len(
-                    loop.weight
-                ):  # chosen before it is multiplied: the logit of another rank's label may be -inf here
+                if len(loop.weight):  # by choice and not by a product: the logit for another rank's label may be -inf
                     chosen[rows] = torch.where(mine == 0, 0, scores.gather(1, index).squeeze(1) * mine)
                 exponents[rows] = _log_sum_exp_(scores)
                 del scores  # before the next chunk's are made

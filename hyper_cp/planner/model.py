@@ -490,8 +490,8 @@ def configuration(model: Any) -> Any:
 
 
 def _completed(config: Mapping[str, Any]) -> Any:
-    """What transformers makes of the contents of a config.json, which leaves out what is the default of its model (the
-    types of layers, or a tied embedding); the contents if there are no windows or chunks, or no such model."""
+    """The contents of a config.json with what it leaves out as the default of its model (the types of layers, or a tied
+    embedding), by transformers; the contents alone if there are no windows or chunks, or no such model."""
     text = config.get("text_config") or config
     partial = isinstance(text, Mapping) and "hidden_size" in text and not text.get("layer_types")
     if not (partial and config.get("model_type") and any(text.get(name) for name in ("sliding_window", CHUNK))):
