@@ -97,6 +97,7 @@ class SplitCache:
         self._rows = 0
         self.widths = 0, 0  # D and Dv, or R and Dr
         self._last = 0, 0  # the rank that holds the last token of the prompt, and its row in the share
+        self._ends: tuple[Tensor, Tensor] | None = None  # with padding: each row's last token here, position and place
         # Ascending global positions of the rows, as ranges: the start of each, and its first row.
         self._starts: list[int] = []
         self._firsts: list[int] = []
@@ -133,6 +134,10 @@ class SplitCache:
         signature = ("shapes", (k.shape, v.shape)), ("dtypes", k.dtype), ("length", length), ("layout", self.layout)
         self.cp.agree("call", (*signature, ("window", self.window), ("padding", shown is not None)), "SplitCache.fill")
         resolved = resolve(self.layout, ranks, share * ranks, read(table))
+        if shown is not None:
+            at = resolved.positions(self.cp.rank).to(k.device)
+            ends = torch.where(shown[:, 0, :, 0] & (at < length), at, -1).max(1)
+        self._ends = None if shown is None else (ends.values, ends.indices)
         first = 0 if self.window is None else max(0, length - self.window[0])
         kept = [
             (max(a, first), min(b, length), row - a) for row, a, b in placed(resolved.ranges(self.cp.rank)).tolist()
@@ -145,10 +150,16 @@ class SplitCache:
 
     def last_token(self, x: Tensor) -> Tensor:
         """The row ``[B, 1, ...]`` of the prompt's last token, on every rank, from a tensor of which this rank has the
-        share ``[B, S'/n, ...]`` (hidden states before a head, say). It takes one small gather."""
+        share ``[B, S'/n, ...]`` (hidden states before a head, say). With an ``attention_mask`` it is that of the last
+        token of each row. It takes one small gather, or two."""
         rank, row = self._last
-        own = x[:, row : row + 1] if self.cp.rank == rank else x[:, :1]
         with operation(self.cp, "last token of a prompt"):
+            if self._ends is not None:
+                position, place = self._ends
+                rows = torch.arange(len(place), device=x.device)
+                ranks = gather_ranks(self.cp.flat, position).argmax(0)
+                return gather_ranks(self.cp.flat, x[rows, place][:, None])[ranks, rows]
+            own = x[:, row : row + 1] if self.cp.rank == rank else x[:, :1]
             return gather_ranks(self.cp.flat, own)[rank]
 
     def append(self, k: Tensor, v: Tensor, *, attention_mask: Tensor | None = None) -> None:

@@ -237,6 +237,30 @@ class Decoder(nn.Module):
 
 
 @on_ranks
+def ends_of_rows(layout: str) -> list[list[int]]:
+    """The last tokens of prompts: without a mask, with padding before tokens, and with padding on both sides."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), layout)
+    found: list[list[int]] = []
+    before, both = torch.ones(3, 10), torch.ones(3, 10)
+    before[0, :4] = both[0, :2] = both[1, 6:] = both[2, 1:] = 0
+    for mask in (None, before, both):
+        cache = SplitCache(handler.mesh, layout=layout)
+        batch = handler.get_batch_on_this_cp_rank({"at": torch.arange(10).expand(3, -1)})
+        shown = None if mask is None else handler.dispatch(mask.long(), pad_value=0)
+        with handler.documents(batch):
+            keys = torch.zeros(3, 2, batch["at"].shape[1], 4)
+            cache.fill(keys, keys, length=10, attention_mask=shown)
+        assert cache.last_token(batch["at"][..., None].expand(-1, -1, 2)).shape == (3, 1, 2)
+        found.append(cache.last_token(batch["at"]).flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_the_last_token_of_each_row_is_before_its_padding(ranks: Any, layout: str) -> None:
+    assert ranks(2, ends_of_rows, layout) == [[[9, 9, 9], [9, 9, 9], [9, 5, 0]]] * 2
+
+
+@on_ranks
 def in_a_styled_module() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     alone = split_cp_mesh(mesh).cp(1)
