@@ -1,9 +1,10 @@
 """Private parts of ``nn.Module`` and ``DeviceMesh``: hooks, calls on the stack, wrappers, compiled modules.
 
 Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks``, ``_backward_hooks``, ``_buffers``,
-``_call_impl``, ``_compiled_call_impl``, ``RemovableHandle.next_id``, the child names of ``torch.compile``
-(``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``), ``DeviceMesh._get_root_mesh`` (torch has
-no public way from a slice back to its mesh), and the frame of ``parallelize_module``. The same in torch 2.11 to 2.15.
+``_parameters``, ``_call_impl``, ``_compiled_call_impl``, ``RemovableHandle.next_id``, the child names of
+``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``),
+``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), and the frame of
+``parallelize_module``. The same in torch 2.11 to 2.15.
 The counter ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
@@ -92,6 +93,11 @@ def _module_of(hook: Any) -> str:
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The buffers of a module itself by name, None included, to restore them; the dict is the module's own."""
     return module._buffers
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """The parameters of a module itself by name; the dict is the module's own."""
+    return module._parameters
 
 
 def _frames() -> Iterator[FrameType]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.modules import buffers_of
+from .._torch.modules import buffers_of, parameters_of
 from ..module.mesh_binding import bindings
 
 _ABSENT: Any = object()
@@ -31,7 +31,8 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
 
     ``kept``: the block has no backward, and stands behind a forward of the model, perhaps inside of the one of FSDP's
     root. What that forward has kept for later, in private attributes and in objects, is restored, too; gradients are
-    not touched, and weights that are whole remain so."""
+    not touched, weights that are whole remain so, and the block writes to copies of what the forward's graph may have
+    saved: buffers, tensors, and small frozen parameters."""
     grads = [] if kept else [(p, p.grad) for p in model.parameters()]
     units = [x for x in model.modules() if isinstance(x, FSDPModule) and not (kept and _is_whole(x))]
     buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
@@ -41,6 +42,9 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
         contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in found.values() if x is not None}
     for _, found in attributes:
         _keep_content(found, contents, kept)
+    frozen = [(module, _small_frozen(module)) for module in model.modules()] if kept else []
+    if kept:
+        _put_copies_in_place([*buffers, *attributes, *frozen])
     calls = [(binding, binding.heads, binding.positions) for binding in bindings(model)]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
@@ -56,6 +60,8 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
             for module, found in buffers:
                 buffers_of(module).clear()
                 buffers_of(module).update(found)
+            for module, found in frozen:
+                parameters_of(module).update(found)
             for restore in contents.values():
                 restore()
             for unit in units:
@@ -66,6 +72,34 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
                 binding.heads, binding.positions = heads, positions
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+def _put_copies_in_place(tensors: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+    """Let modules have copies of their tensors, for forwards that may write to them."""
+    copies: dict[int, Tensor] = {}
+    for module, found in tensors:
+        for name, x in found.items():
+            if type(x) in (Tensor, nn.Parameter) and _owns_storage(x):
+                if id(x) not in copies:
+                    copies[id(x)] = x.detach().clone()
+                made = copies[id(x)]
+                _place_of(module, name)[name] = made if type(x) is Tensor else nn.Parameter(made, False)
+
+
+def _small_frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The frozen parameters of a module that it may use as buffers: counters, averages."""
+    found = parameters_of(module).items()
+    return {name: p for name, p in found if type(p) is nn.Parameter and not p.requires_grad and p.numel() <= 10_000}
+
+
+def _owns_storage(x: Tensor) -> bool:
+    """True for a tensor that is all there, and no view."""
+    return x.layout is torch.strided and not x.is_meta and x.untyped_storage().nbytes() == x.numel() * x.itemsize
+
+
+def _place_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """The dict in which a module has a buffer, a parameter or another attribute."""
+    return next((x for x in (buffers_of(module), parameters_of(module)) if name in x), vars(module))
 
 
 def _is_whole(unit: FSDPModule) -> bool:
@@ -113,19 +147,24 @@ def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]], objects
         elif isinstance(x, np.ndarray) and x.size <= _MOST_ELEMENTS and x.flags.writeable:
             kept[id(x)] = partial(np.copyto, x, x.copy())
         elif type(x) is Tensor:
-            strided = x.layout is torch.strided and not x.is_meta and x.is_leaf
-            if strided and x.untyped_storage().nbytes() == x.numel() * x.itemsize:  # all there, and its own
+            if x.is_leaf and _owns_storage(x):
                 kept[id(x)] = partial(_restore_tensor, x, x.detach().clone())
-        elif type(x) in _CONTAINERS and len(x) <= _MOST_ELEMENTS:
+        elif type(x) is tuple:
+            waiting += x
+        elif (type(x) in _CONTAINERS or (isinstance(x, _CONTAINERS) and _is_of_user(x))) and len(x) <= _MOST_ELEMENTS:
             kept[id(x)] = partial(_restore_container, x, copy.copy(x))
             waiting += x.values() if isinstance(x, dict) else x
-        elif objects and type(x).__module__.partition(".")[0] not in _LIBRARIES and isinstance(own := _vars(x), dict):
+        elif objects and _is_of_user(x) and isinstance(own := _vars(x), dict):
             kept[id(x)] = partial(_restore_container, own, copy.copy(own))
             waiting += own.values()
 
 
 _LIBRARIES = ("builtins", "torch", "hyper_cp", "transformers", "peft", "accelerate", "threading", "logging", "weakref")
 """Packages whose objects keep themselves in order, or nothing of a forward."""
+
+
+def _is_of_user(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _vars(x: Any) -> Any:

@@ -50,6 +50,8 @@ TOKENS = 32
 EXACT, HALF, NOISE = 1e-2, 1e-1, 4
 """The norm of the difference, relative to that of the logits, from which on they differ: in fp32 and fp64 (products of
 GPUs may round to fewer digits), and in half precision; there it may also be some times that of one rounding."""
+FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+"""The beginnings of the names of modules with FSDP's hooks."""
 STEP = torch.finfo(torch.bfloat16).eps / 2
 """The largest relative error of rounding to half precision."""
 
@@ -119,7 +121,7 @@ class FewTokens:
             stack.enter_context(unwatched(model))
             stack.enter_context(without_hooks(model.modules(), _is_of_others))
             # The model's own forward is about to end, with whole weights. Another one would end it for FSDP, too.
-            stack.enter_context(without_hooks([model], lambda module: module.startswith("torch.distributed.fsdp.")))
+            stack.enter_context(without_hooks([model], lambda module: module.startswith(FSDP)))
             stack.enter_context(not_collecting())
             stack.enter_context(torch.no_grad())
             stack.enter_context(_without_cache(ids.device.type))
