@@ -236,6 +236,11 @@ def _reentrant_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def in_checkpoint() -> bool:
+    """True inside an activation checkpoint of torch, in its forward or in a recompute."""
+    return any(True for _ in _checkpoints())
+
+
 def in_recompute() -> bool:
     """True inside a recompute of any kind of activation checkpointing."""
     return any(recomputation is not None for _, recomputation in _recomputations())

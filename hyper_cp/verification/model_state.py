@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
     attributes = [(module, _attributes(module)) for module in model.modules()]
     contents: dict[int, Callable[[], object]] = {}
     for _, found in buffers:
-        contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in found.values() if x is not None}
+        plain = [x for x in found.values() if x is not None and x.layout is torch.strided and not x.is_meta]
+        contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in plain}
     for _, found in attributes:
         _keep_content(found, contents, kept)
     frozen = [(module, _small_frozen(module)) for module in model.modules()] if kept else []
@@ -154,17 +156,29 @@ def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]], objects
         elif (type(x) in _CONTAINERS or (isinstance(x, _CONTAINERS) and _is_of_user(x))) and len(x) <= _MOST_ELEMENTS:
             kept[id(x)] = partial(_restore_container, x, copy.copy(x))
             waiting += x.values() if isinstance(x, dict) else x
-        elif objects and _is_of_user(x) and isinstance(own := _vars(x), dict):
-            kept[id(x)] = partial(_restore_container, own, copy.copy(own))
-            waiting += own.values()
+        elif objects and len(kept) < _MOST_ELEMENTS and _is_of_user(x) and isinstance(own := _vars(x), dict):
+            found = {name: y for name, y in own.items() if _holds_tensors(y)}  # others may be those of other threads
+            kept[id(x)] = partial(own.update, found)
+            waiting += [y for y in own.values() if not isinstance(y, (Tensor, tuple, *_CONTAINERS))]
+            waiting += [y for y in found.values() if not isinstance(y, Tensor)]
 
 
-_LIBRARIES = ("builtins", "torch", "hyper_cp", "transformers", "peft", "accelerate", "threading", "logging", "weakref")
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "hyper_cp", "transformers", "peft", "accelerate", "numpy"}
+_LIBRARIES -= {"__main__", "types", "collections", "argparse"}  # of which users make their own objects
 """Packages whose objects keep themselves in order, or nothing of a forward."""
+_FEW_ELEMENTS = 1000
 
 
 def _is_of_user(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _holds_tensors(x: Any) -> bool:
+    """True for a tensor, and for a small container with tensors, or with nothing yet."""
+    if not isinstance(x, (tuple, *_CONTAINERS)):
+        return isinstance(x, Tensor)
+    elements = x.values() if isinstance(x, dict) else x
+    return len(x) <= _FEW_ELEMENTS and (not x or any(isinstance(y, Tensor) for y in elements))
 
 
 def _vars(x: Any) -> Any:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
-from ..._torch.checkpoint import in_backward
+from ..._torch.checkpoint import in_backward, in_checkpoint
 from ..._torch.modules import hook_owners, without_hooks
 from ...data.collectives import by_rank
 from ...data.packing import attention_state
@@ -45,8 +44,8 @@ from .seams import LIBRARIES, cache_in
 
 logger = getLogger(__name__)
 
-TOKENS = 32
-"""Tokens of each rank."""
+TOKENS, ALL_TOKENS = 32, 1024
+"""The most tokens of each rank, and of all together (whole logits of them take memory on each rank)."""
 EXACT, HALF, NOISE = 1e-2, 1e-1, 4
 """The norm of the difference, relative to that of the logits, from which on they differ: in fp32 and fp64 (products of
 GPUs may round to fewer digits), and in half precision; there it may also be some times that of one rounding."""
@@ -80,8 +79,8 @@ class FewTokens:
             return
         if watching.top is not None:  # a model around this one is watched in its first forward: compare in the next
             return
-        if in_backward() or any(isinstance(owner, Recorder) for owner in hook_owners(model)):
-            return  # a recompute, or a run of verify
+        if in_checkpoint() or in_backward() or any(isinstance(owner, Recorder) for owner in hook_owners(model)):
+            return  # a checkpoint, which may keep results, or a run of verify
         self.made = True
         if degrees_made - {1} and mesh.mesh.size() < dist.get_world_size():
             return  # others, with which FSDP or experts communicate, may be on meshes of other degrees now
@@ -132,15 +131,18 @@ class FewTokens:
             state = attention_state(handler, table)
             state = replace(state, last_position=total - 1, length=few, numbered=True, packed=False)
             at = handler.position_ids(total, documents=table, device=ids.device)  # some models count them themselves
-            split = _logits(model(input_ids=share, position_ids=at[None], context_parallel=state))
+            rows = torch.arange(few, device=ids.device)
+            split = _logits(model(input_ids=share, position_ids=at[None], context_parallel=state), few, rows)
             with context_parallel_mesh(model, split_cp_mesh(mesh.mesh, [1]).cp(1)):
                 state = replace(state, documents=None, length=total)
-                alone = partial(model, input_ids=ids, use_cache=False, context_parallel=state)
+
+                def alone() -> Tensor:
+                    return _logits(model(input_ids=ids, use_cache=False, context_parallel=state), total, at)
+
                 with _dtypes() as found:
-                    whole = _logits(alone())
+                    whole = alone()
                 half = not found <= {torch.float32, torch.float64}
                 limit = max(HALF, NOISE * _noise(model, alone, whole)) if half else EXACT
-            whole = whole.index_select(1, at)
             return float((split - whole).norm() / whole.norm()), limit
 
 
@@ -149,7 +151,7 @@ def _few(model: Any, local: int, ranks: int, state: Any) -> int:
     that of the forward that has just ended."""
     last = getattr(getattr(state, "batch", state), "last_position", 0)
     places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or local * ranks
-    few = min(local, TOKENS, max(int(last) + 1, places // 2) // ranks)
+    few = min(local, TOKENS, max(2, ALL_TOKENS // ranks), max(int(last) + 1, places // 2) // ranks)
     return few if few == local else few // 2 * 2  # of a layout with two parts
 
 
@@ -168,11 +170,15 @@ def _tokens(model: Any, total: int) -> Tensor:
     return torch.tensor([[ordinary[7 * i % len(ordinary)] for i in range(total)]], device=table.device)
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(output: Any, length: int, at: Tensor) -> Tensor:
+    """The logits, or the hidden states, at some of the ``length`` tokens of a forward."""
     named = [getattr(output, name, None) for name in ("logits", "last_hidden_state")]
     found = next((x for x in named if x is not None), None)
     found = output[0] if found is None else found
     found = found.to_local() if isinstance(found, DTensor) else found
+    if found.ndim != 3 or found.shape[1] != length:
+        raise ValueError(f"the output of {length} tokens has shape {tuple(found.shape)}")
+    found = found.index_select(1, at.to(found.device))
     return found.float() if found.dtype != torch.float64 else found
 
 
@@ -192,7 +198,7 @@ def _dtypes() -> Iterator[set[torch.dtype]]:
         handle.remove()
 
 
-def _noise(model: Any, alone: Callable[[], Any], logits: Tensor) -> float:
+def _noise(model: Any, alone: Callable[[], Tensor], logits: Tensor) -> float:
     """The relative difference of logits that one rounding of the embeddings makes: it grows from layer to layer, and
     sends tokens to other experts."""
 
@@ -202,7 +208,7 @@ def _noise(model: Any, alone: Callable[[], Any], logits: Tensor) -> float:
 
     handle = model.get_input_embeddings().register_forward_hook(rounded)
     try:
-        return float((_logits(alone()) - logits).norm() / logits.norm())
+        return float((alone() - logits).norm() / logits.norm())
     finally:
         handle.remove()
 
