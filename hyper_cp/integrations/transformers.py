@@ -74,7 +74,7 @@ from .huggingface.checks import (
     sees_behind,
 )
 from .huggingface.chunked_loss import ChunkedLoss
-from .huggingface.decoding import SplitModelCache, check_arguments, compare, one_random_state
+from .huggingface.decoding import SplitModelCache, check_arguments, compare_prompts, one_random_state
 from .huggingface.few_tokens import FewTokens
 from .huggingface.forward import ForwardState, OneDevice, mixer_state
 from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of, layers_of
@@ -117,7 +117,12 @@ ON_THE_HOST = (
 
 
 def prepare_model(
-    model: PreTrainedModel, mesh: DeviceMesh, *, style: ContextParallel, chunked_loss: bool = False
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    style: ContextParallel,
+    chunked_loss: bool = False,
+    compare: bool = True,
 ) -> PreTrainedModel:
     """Run the attention of a decoder or an encoder over the sequence that the ranks of ``mesh`` share; in place.
 
@@ -128,12 +133,11 @@ def prepare_model(
     ``LlamaForSequenceClassification`` and ``LlamaForQuestionAnswering``, takes the whole batch, and returns whole
     logits and this rank's share of the loss.
 
-    Behind the first forward a few tokens run through the model once more, over the ranks and on each rank alone, and a
-    warning says if their logits differ (docs/integrations/huggingface.md).
-
     Args:
         chunked_loss: compute the loss without whole logits, for a chunk of tokens at a time. The output of a forward
             with labels has no logits then. Models may scale, cap and cast logits; any other step raises an error.
+        compare: behind the first forward run a few tokens through the model once more, over the ranks and on each rank
+            alone, and warn if their logits differ (docs/integrations/huggingface.md). The same on all ranks.
 
     Returns:
         The model.
@@ -192,7 +196,7 @@ def prepare_model(
         chunked.attach(model)
     if model is not decoder:
         TupleOutput().attach(model)
-    if len(stacks) == 1 and not has_head(model, POOLED):  # they take whole batches, or two
+    if compare and len(stacks) == 1 and not has_head(model, POOLED):  # they take whole batches, or two
         model.register_forward_hook(hook.compare, with_kwargs=True)
     return given
 
@@ -292,7 +296,7 @@ def generate_with(
         )
     cache = cache_in(kwargs)
     kwargs = {name: x for name, x in kwargs.items() if name not in CACHES}
-    compare(handler, input_ids, kwargs)
+    compare_prompts(handler, input_ids, kwargs)
     cache = SplitModelCache(handler, model) if cache is None else cache
     todo = "Pass the one that generate(..., return_dict_in_generate=True) has returned, or leave it out"
     check_type("past_key_values", cache, SplitModelCache, f"Its keys are not split over the ranks. {todo}")

@@ -393,7 +393,7 @@ def _has_padding(model: Any, tokens: Any, mask: Any) -> bool:
     return isinstance(hidden, Tensor) and bool(hidden.any())
 
 
-def compare(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]) -> None:
+def compare_prompts(handler: ContextParallelHandler, tokens: Any, kwargs: dict[str, Any]) -> None:
     """Raise on every rank if the ranks do not ask for the same: one entry in the store."""
     tensors = {"input_ids": tokens, **kwargs}
     found = sorted((name, digest_of_tensor(x)) for name, x in tensors.items() if isinstance(x, Tensor))

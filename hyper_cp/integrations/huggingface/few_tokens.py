@@ -104,7 +104,7 @@ class FewTokens:
                 f"evaluation, without gradients), and the norm of the difference is {found:.1%} of that of the logits. "
                 "A class, a function or an adapter in it counts positions, or mixes them, within this rank's share of "
                 "the sequence. hyper_cp.verify names the module, on a short batch. If the model draws random numbers "
-                "in evaluation, or computes in 8 bits, ignore this",
+                "in evaluation, or computes in 8 bits, leave the comparison out: prepare_model(..., compare=False)",
                 stacklevel=2,
             )
 
