@@ -150,7 +150,7 @@ def test_exact_in_a_recompute(ranks: Any) -> None:
 def compiled() -> tuple[float, int]:
     """The largest error of a gradient where a layer is one graph, in fp32, and the bytes that travel."""
     model, (copied, handler) = made("minicpm3").float(), prepared(made("minicpm3").float(), **MODES["ring"])
-    copied.model.layers[0].compile(fullgraph=True, backend="aot_eager")
+    compared(copied).model.layers[0].compile(fullgraph=True, backend="aot_eager")
     with comm.record_traffic() as log:
         error = gradient_error(copied, handler, model)
     return error, sum(n for name, n in log.entries if name == "send_recv")
@@ -162,7 +162,7 @@ def compiled_with_dropout() -> int:
     model, style = made("minicpm3").float(), ContextParallel(**MODES["ring"])
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj, 0.1)
-    prepare_model(model, cp_mesh(), style=style)
+    compared(prepare_model(model, cp_mesh(), style=style))
     model.model.layers[0].compile(fullgraph=True, backend="eager")
     choices.log_once.cache_clear()
     choices.logger.setLevel(logging.INFO)
