@@ -19,8 +19,6 @@ Ranks = tuple[int, ...]
 _GROUPS: dict[Parts, dist.ProcessGroup] = {}
 """This rank's group of each partition of ranks for which this process has made groups. The whole partition is the key,
 so that all of its ranks agree on which groups exist."""
-degrees_made: set[int] = set()
-"""The degrees of all families of meshes that this process has made."""
 
 
 class MeshFamily:
@@ -121,7 +119,6 @@ def split_cp_mesh(mesh: DeviceMesh, degrees: Sequence[int] | None = None) -> Mes
             [groups[parts] for parts in members], mesh.device_type, mesh=table, mesh_dim_names=("dp", "cp")
         )
     _GROUPS.update(groups)
-    degrees_made.update(chosen)
     return MeshFamily(ranks, built, agreement)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -29,7 +30,7 @@ from ...data.collectives import by_rank
 from ...data.packing import attention_state
 from ...data.sharding import local_share
 from ...handler import ContextParallelHandler
-from ...mesh.family import degrees_made, split_cp_mesh
+from ...mesh.family import split_cp_mesh
 from ...mesh_swap import context_parallel_mesh
 from ...module.guards import unwatched
 from ...module.mesh_binding import Binding
@@ -82,10 +83,11 @@ class FewTokens:
         if in_checkpoint() or in_backward() or any(isinstance(owner, Recorder) for owner in hook_owners(model)):
             return  # a checkpoint, which may keep results, or a run of verify
         self.made = True
-        if degrees_made - {1} and mesh.mesh.size() < dist.get_world_size():
-            return  # others, with which FSDP or experts communicate, may be on meshes of other degrees now
-        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-            return  # an exception inside of one would leave it in a state that backward refuses
+        kinds = {kind for module in model.modules() for kind in (FSDPModule, FSDP1) if isinstance(module, kind)}
+        if FSDP1 in kinds or (kinds and mesh.mesh.size() < dist.get_world_size()):
+            # An exception would leave a unit of FSDP1 in a state that backward refuses. And other ranks, with which
+            # units gather their weights, may be on meshes of other degrees, where nothing is compared.
+            return
         few, error, limit = (
             _few(model, tokens.shape[1], mesh.mesh.size(), kwargs.get("context_parallel")),
             0.0,
