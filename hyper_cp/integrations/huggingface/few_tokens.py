@@ -68,7 +68,7 @@ class FewTokens:
 
     def compare(self, model: Any, tokens: Any, kwargs: dict[str, Any]) -> None:
         """Warn if a few tokens have other logits on the ranks of the mesh than on one device. (They are not those of a
-        batch, so that all ranks do the same: under FSDP ranks of other meshes take part.)
+        batch, so that nothing depends on what a rank got.)
 
         Args:
             tokens, kwargs: those of the forward that has just ended.
@@ -88,11 +88,8 @@ class FewTokens:
             # An exception would leave a unit of FSDP1 in a state that backward refuses. And other ranks, with which
             # units gather their weights, may be on meshes of other degrees, where nothing is compared.
             return
-        few, error, limit = (
-            _few(model, tokens.shape[1], mesh.mesh.size(), kwargs.get("context_parallel")),
-            0.0,
-            math.inf,
-        )
+        state, ranks = kwargs.get("context_parallel"), mesh.mesh.size()
+        few, error, limit = _few(model, tokens.shape[1], ranks, state), 0.0, math.inf
         try:
             error, limit = self._error(model, few)
         except Exception as reason:  # of a model that needs other inputs than tokens
@@ -101,8 +98,8 @@ class FewTokens:
         found = of_ranks.nan_to_num(0.0).max().item()
         if found > limit:
             warnings.warn(
-                f"{type(model).__name__} has other logits on the {mesh.mesh.size()} ranks of the cp mesh than on one "
-                f"device: after its first forward, {few * mesh.mesh.size()} tokens ran through it both ways (in "
+                f"{type(model).__name__} has other logits on the {ranks} ranks of the cp mesh than on one "
+                f"device: after its first forward, {few * ranks} tokens ran through it both ways (in "
                 f"evaluation, without gradients), and the norm of the difference is {found:.1%} of that of the logits. "
                 "A class, a function or an adapter in it counts positions, or mixes them, within this rank's share of "
                 "the sequence. hyper_cp.verify names the module, on a short batch. If the model draws random numbers "
