@@ -37,8 +37,11 @@ LIBRARY = __name__.partition(".")[0]
 
 def hook_owners(module: nn.Module) -> list[Any]:
     """The objects whose methods are forward-pre-hooks of a module."""
-    hooks = module._forward_pre_hooks.values()
-    return [getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None) for hook in hooks]
+    return [getattr(_plain(hook), "__self__", None) for hook in module._forward_pre_hooks.values()]
+
+
+def _plain(hook: Any) -> Any:
+    return hook.func if isinstance(hook, partial) else hook
 
 
 @contextmanager
@@ -83,10 +86,22 @@ def without_hooks(modules: Iterable[nn.Module], of: Callable[[str], bool]) -> It
             hooks.update(content)
 
 
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Modules of ``model`` that are in training are in evaluation in this block."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _module_of(hook: Any) -> str:
     """The name of the Python module that a hook comes from."""
-    hook = hook.func if isinstance(hook, partial) else hook
-    owner = getattr(hook, "__self__", hook)
+    owner = getattr(_plain(hook), "__self__", hook)
     return str(getattr(owner, "__module__", type(owner).__module__))
 
 

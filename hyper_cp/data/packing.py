@@ -267,6 +267,8 @@ class PreparedBatch:
     batch. Some models make masks of them, in which images see themselves whole."""
     length: int | None = None
     """The number of tokens of this rank, padding included; None if ``prepare_batch`` has not split the batch."""
+    ranks: int | None = None
+    """The number of ranks that the batch was split over; None as above."""
     numbered: bool = False
     """True if the batch had no position ids, and they count from 0 to the end of the sequence."""
     media: Media | None = None

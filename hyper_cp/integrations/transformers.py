@@ -241,8 +241,7 @@ def prepare_batch(
     labels, shifted = (
         (x, writes(x)) if isinstance(x := local.get(name), Tensor) else None for name in ("labels", "shift_labels")
     )
-    state = vars(replace(whole.prepared(), labels=labels, shifted=shifted))
-    return {**local, "context_parallel": forward.SplitBatch(**state, ranks=handler.cp.size)}
+    return {**local, "context_parallel": replace(whole.prepared(), labels=labels, shifted=shifted)}
 
 
 def generate(model: Any, handler: ContextParallelHandler, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
@@ -426,6 +425,7 @@ class _KeywordBatch(WholeBatch):
             packed=self.packed,
             token_types=types,
             length=self.padded // self.handler.cp.size,
+            ranks=self.handler.cp.size,
             numbered=self.position_ids is None,
             media=self._media(),
         )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from .._torch.modules import in_evaluation
 from ..handler import ContextParallelHandler
 from ..mesh.family import split_cp_mesh
 from ..mesh_swap import context_parallel_mesh
@@ -253,13 +254,8 @@ class ContextParallelTRL(ContextParallelTrainer):
         method = model.generate
 
         def generate(input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-            training = [module for module in model.modules() if module.training]
-            model.eval()  # TRL leaves dropout on, which would differ between ranks
-            try:
+            with in_evaluation(model):  # TRL leaves dropout on, which would differ between ranks
                 return generate_with(method, model, self.handler, input_ids, **kwargs)
-            finally:
-                for module in training:
-                    module.training = True
 
         with _in_place_of(model, "generate", generate):
             yield

@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -39,14 +39,13 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
     buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
     attributes = [(module, _attributes(module)) for module in model.modules()]
     contents: dict[int, Callable[[], object]] = {}
+    frozen = [(module, _small_frozen(module)) for module in model.modules()] if kept else []
+    copied = _put_copies_in_place(buffers, attributes, frozen) if kept else set()
     for _, found in buffers:
         plain = [x for x in found.values() if x is not None and x.layout is torch.strided and not x.is_meta]
-        contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in plain}
+        contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in plain if id(x) not in copied}
     for _, found in attributes:
-        _keep_content(found, contents, kept)
-    frozen = [(module, _small_frozen(module)) for module in model.modules()] if kept else []
-    if kept:
-        _put_copies_in_place([*buffers, *attributes, *frozen])
+        _keep_content([x for x in found.values() if id(x) not in copied], contents, kept)
     calls = [(binding, binding.heads, binding.positions) for binding in bindings(model)]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
@@ -76,32 +75,34 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
             np.random.set_state(numpy)
 
 
-def _put_copies_in_place(tensors: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-    """Let modules have copies of their tensors, for forwards that may write to them."""
+Found = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def _put_copies_in_place(buffers: Found, attributes: Found, frozen: Found) -> set[int]:
+    """Let modules have copies of their tensors, for forwards that may write; return the ids of the originals."""
     copies: dict[int, Tensor] = {}
-    for module, found in tensors:
-        for name, x in found.items():
-            if type(x) in (Tensor, nn.Parameter) and _owns_storage(x):
-                if id(x) not in copies:
-                    copies[id(x)] = x.detach().clone()
-                made = copies[id(x)]
-                _place_of(module, name)[name] = made if type(x) is Tensor else nn.Parameter(made, False)
+    for place, tensors in ((buffers_of, buffers), (vars, attributes), (parameters_of, frozen)):
+        for module, found in tensors:
+            for name, x in found.items():
+                if type(x) in (Tensor, nn.Parameter) and _owns_storage(x):
+                    if id(x) not in copies:
+                        copies[id(x)] = x.detach().clone()
+                    made = copies[id(x)]
+                    place(module)[name] = made if type(x) is Tensor else nn.Parameter(made, False)
+    return {*copies}
 
 
-def _small_frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+def _small_frozen(module: nn.Module) -> dict[str, Any]:
     """The frozen parameters of a module that it may use as buffers: counters, averages."""
     found = parameters_of(module).items()
-    return {name: p for name, p in found if type(p) is nn.Parameter and not p.requires_grad and p.numel() <= 10_000}
+    return {
+        name: p for name, p in found if type(p) is nn.Parameter and not p.requires_grad and p.numel() <= _MOST_ELEMENTS
+    }
 
 
 def _owns_storage(x: Tensor) -> bool:
     """True for a tensor that is all there, and no view."""
     return x.layout is torch.strided and not x.is_meta and x.untyped_storage().nbytes() == x.numel() * x.itemsize
-
-
-def _place_of(module: nn.Module, name: str) -> dict[str, Any]:
-    """The dict in which a module has a buffer, a parameter or another attribute."""
-    return next((x for x in (buffers_of(module), parameters_of(module)) if name in x), vars(module))
 
 
 def _is_whole(unit: FSDPModule) -> bool:

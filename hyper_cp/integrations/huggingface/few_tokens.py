@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from ..._torch.checkpoint import in_backward, in_checkpoint
-from ..._torch.modules import hook_owners, without_hooks
+from ..._torch.modules import hook_owners, in_evaluation, without_hooks
 from ...data.collectives import by_rank
 from ...data.packing import attention_state
 from ...data.sharding import local_share
@@ -115,7 +115,7 @@ class FewTokens:
         ids = _tokens(model, total)
         with ExitStack() as stack:
             stack.enter_context(restore_model_state(model, ids.device.type, kept=True))
-            stack.enter_context(_in_evaluation(model))
+            stack.enter_context(in_evaluation(model))
             stack.enter_context(unwatched(model))
             stack.enter_context(without_hooks(model.modules(), _is_of_others))
             # The model's own forward is about to end, with whole weights. Another one would end it for FSDP, too.
@@ -130,8 +130,7 @@ class FewTokens:
             state = attention_state(handler, table)
             state = replace(state, last_position=total - 1, length=few, numbered=True, packed=False)
             at = handler.position_ids(total, documents=table, device=ids.device)  # some models count them themselves
-            rows = torch.arange(few, device=ids.device)
-            split = _logits(model(input_ids=share, position_ids=at[None], context_parallel=state), few, rows)
+            split = _logits(model(input_ids=share, position_ids=at[None], context_parallel=state), few)
             with context_parallel_mesh(model, split_cp_mesh(mesh.mesh, [1]).cp(1)):
                 state = replace(state, documents=None, length=total)
 
@@ -169,15 +168,15 @@ def _tokens(model: Any, total: int) -> Tensor:
     return torch.tensor([[ordinary[7 * i % len(ordinary)] for i in range(total)]], device=table.device)
 
 
-def _logits(output: Any, length: int, at: Tensor) -> Tensor:
-    """The logits, or the hidden states, at some of the ``length`` tokens of a forward."""
+def _logits(output: Any, length: int, at: Tensor | None = None) -> Tensor:
+    """The logits, or the hidden states, of the ``length`` tokens of a forward, or at some of them."""
     named = [getattr(output, name, None) for name in ("logits", "last_hidden_state")]
     found = next((x for x in named if x is not None), None)
     found = output[0] if found is None else found
     found = found.to_local() if isinstance(found, DTensor) else found
     if found.ndim != 3 or found.shape[1] != length:
         raise ValueError(f"the output of {length} tokens has shape {tuple(found.shape)}")
-    found = found.index_select(1, at.to(found.device))
+    found = found if at is None else found.index_select(1, at.to(found.device))
     return found.float() if found.dtype != torch.float64 else found
 
 
@@ -217,15 +216,3 @@ def _without_cache(device_type: str) -> AbstractContextManager[None]:
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, torch.get_autocast_dtype(device_type), cache_enabled=False)
-
-
-@contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True

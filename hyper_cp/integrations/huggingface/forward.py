@@ -25,14 +25,6 @@ from .indexer_losses import IndexerLosses
 
 
 @dataclass(frozen=True)
-class SplitBatch(PreparedBatch):
-    """The state of a batch that ``prepare_batch`` has split."""
-
-    ranks: int = 0
-    """The number of ranks that it was split over."""
-
-
-@dataclass(frozen=True)
 class ForwardState:
     """The batch state of one forward, and the style and mesh that it runs with."""
 
@@ -115,7 +107,7 @@ def refuse_second(name: str, batch: PreparedBatch | None, tokens: Any, handed: b
 def refuse_other_mesh(name: str, batch: PreparedBatch | None, mesh: StyledMesh) -> None:
     """Raise ``ValueError`` if a batch was split over another number of ranks than the decoder runs on."""
     ranks = mesh.views[0].size
-    if isinstance(batch, SplitBatch) and batch.ranks != ranks:
+    if batch is not None and batch.ranks not in (None, ranks):
         raise ValueError(
             f"{name} runs over {ranks} ranks, and prepare_batch has split this batch over {batch.ranks}. Its tokens "
             "would be taken for others. Split batches with the handler of the mesh that the model runs on: in a "
