@@ -41,7 +41,7 @@ from ..mesh.arguments import check_type
 from ..module.guards import watch
 from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
-from ..module.model import begin_call
+from ..module.model import begin_call, compare_weights_again
 from ..ops.writes import writes
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
@@ -565,6 +565,9 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
+        size = len([*module.modules()])
+        if self.size not in (0, size):  # adapters, with weights of their own
+            compare_weights_again(self.binding)
         mesh, documents, offered = begin_call(
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
@@ -602,7 +605,7 @@ class DecoderHook:
             self._refuse(args, kwargs)
             if mesh.parallel:
                 check_dropped_layers(self.dropping)
-            if self.size != (size := len([*module.modules()])):
+            if self.size != size:
                 check_adapters(module)  # also those that are added to a model that has run
                 self.size = size
             if not self.additions_checked:

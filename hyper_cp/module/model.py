@@ -132,6 +132,13 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     binding.compared.add(cp.agreement)
 
 
+def compare_weights_again(binding: Binding) -> None:
+    """Let the next call compare the weights once more: the model has other modules than when the ranks compared it."""
+    binding.compared.clear()
+    if binding.place is not None:
+        binding.place[1].compared.clear()
+
+
 def _refuse_zero3(model: Model) -> None:
     """Raise for parameters of DeepSpeed's ZeRO-3 (``ds_id``), which are empty but while their own module runs."""
     name = next((name for name, p in model.root.named_parameters() if hasattr(p, "ds_id")), None)

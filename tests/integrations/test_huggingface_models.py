@@ -474,6 +474,27 @@ def test_adapters_of_a_model_that_has_run_are_checked(ranks: Any, further: bool)
 
 
 @on_ranks
+def other_adapters_of_a_model_that_has_run() -> list[str]:
+    """The errors of forwards behind a first one, with adapters whose weights each rank has drawn for itself."""
+    import peft
+
+    made, handler = prepared(make("llama"), ulysses_degree=1)
+    batch, task = batch_of(24), {"target_modules": ["q_proj"], "r": 2, "task_type": "CAUSAL_LM"}
+    with torch.no_grad():
+        made(**prepare_batch(handler, batch))
+    handler.seed_dropout(1234)
+    made = peft.get_peft_model(made, peft.LoraConfig(**task)).double()
+    return [error_of(lambda: made(**prepare_batch(handler, batch))) for _ in range(2)]
+
+
+def test_adapters_of_a_model_that_has_run_are_compared_between_ranks(ranks: Any) -> None:
+    """The weights were compared in its first forward only: ranks trained adapters that began unlike."""
+    pytest.importorskip("peft")
+    for errors in ranks(2, other_adapters_of_a_model_that_has_run):
+        assert all("different weights" in x and "lora_A" in x for x in errors), errors
+
+
+@on_ranks
 def batches_of_another_mesh(given: bool) -> tuple[list[str], float]:
     """The errors of batches that were split before a block of one rank, or in it, on the other mesh, and the error of
     the loss of those that are used where they were split. With ``given`` position ids the batch has its own."""
