@@ -41,6 +41,24 @@ def with_gradient_of(value: Tensor, differentiable: Tensor, of_ranks: str = "") 
     return found
 
 
+class _WholeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: list[str], ranks: int) -> Tensor:
+        ctx.axes, ctx.ranks = axes, ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        refuse_a_second_time("the gradient of what all ranks hold")
+        return gather_by_keys(ctx.axes, grad).sum(0) / ctx.ranks, None, None
+
+
+def with_whole_gradient(x: Tensor, mesh: DeviceMesh, *, mean: bool) -> Tensor:
+    """Return a tensor that all ranks hold alike; its gradient is the sum of those of all ranks, or their mean."""
+    found: Tensor = _WholeGradient.apply(x, _keys_of_axes(mesh), mesh.size() if mean else 1)
+    return found
+
+
 def is_of_all_ranks(node: Any) -> bool:
     """True for the node in an autograd graph of such a tensor: a mean or a whole sequence of all ranks."""
     return bool(node.name() == f"{_ValueAndGradient.__name__}Backward")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -30,12 +31,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from .._torch import checkpoint
 from .._torch.compiling import is_compiling
-from ..data.collectives import by_rank, with_gradient_of
+from .._torch.leaves import other_leaf
+from ..data.collectives import by_rank, with_gradient_of, with_whole_gradient
 from ..data.loss import check_gradients
 from ..handler import ContextParallelHandler
 from ..module.attention_calls import AttentionRequest
 from ..module.dispatch_mode import current_call
 from ..module.mesh_binding import binding_of, bindings
+from ..module.model import compare_weights_again
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, styled_modules
 from .adapters import check_adapters
@@ -242,7 +245,9 @@ def prepare_transformer(
         style: its ``ulysses_degree`` and ``kv_exchange`` count. Tokens lie in the contiguous layout, and dimensions and
             indices of q, k, v are the model's own.
         gradients: ``"mean"`` if DDP or FSDP averages gradients over the ranks afterwards, ``"sum"`` if you all-reduce
-            them with SUM. The loss is the same on every rank.
+            those of the transformer's parameters with SUM. The loss is the same on every rank, and so are gradients of
+            inputs, of another forward whose output they are, and of what is in front: with ``"sum"``, do not add up
+            those.
 
     Returns:
         The handler of the model.
@@ -331,7 +336,8 @@ def _files_of_hooks(transformer: nn.Module) -> str:
 
 
 class _Root:
-    """The hooks of a transformer itself: they check its inputs, and scale the gradients of its output."""
+    """The hooks of a transformer itself: they check its inputs, scale the gradients of its output, and add up those of
+    its inputs."""
 
     def __init__(self, handler: ContextParallelHandler, family: _Family, gradients: str) -> None:
         self.handler, self.family, self.gradients = handler, family, gradients
@@ -346,8 +352,9 @@ class _Root:
         transformer.register_forward_pre_hook(self.before, with_kwargs=True)
         transformer.register_forward_hook(self.after)
 
-    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse what belongs to whole sequences, and compare the inputs of the ranks."""
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse what belongs to whole sequences, and compare the inputs of the ranks. Their gradients are those of
+        all tokens on every rank, as inputs of one device have them: the loss may reach them on other ways, too."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         hooks = _files_of_hooks(module)
         if getattr(module, "_parallel_config", None) is not None or _has(hooks, "cache", "broadcast"):
@@ -366,8 +373,16 @@ class _Root:
                 f"{type(module).__name__} got {', '.join(refused)}. Their rows are those of tokens of the whole "
                 "image, and each rank holds a part of it. Leave them out"
             )
-        self.compare(type(module).__name__, given)
+        self.compare(module, given)
         self.compare_adapters(module)
+        if self.handler.cp.size > 1 and torch.is_grad_enabled():
+            return _mapped("", args, self.whole), {name: _mapped("", x, self.whole) for name, x in kwargs.items()}
+        return None
+
+    def whole(self, _: str, x: Tensor) -> Tensor:
+        """An input whose gradient is that of all ranks' tokens."""
+        mean = self.gradients == "mean"
+        return with_whole_gradient(x, self.handler.mesh, mean=mean) if x.requires_grad else x
 
     def compare_adapters(self, module: nn.Module) -> None:
         """Let the ranks compare their weights again, if the model has other parameters than in its last forward:
@@ -376,20 +391,22 @@ class _Root:
             return
         names = [name for name, _ in module.named_parameters()]
         for found in bindings(module) if self.parameters not in ([], names) else ():
-            found.compared.clear()
-            if found.place is not None:
-                found.place[1].compared.clear()
+            compare_weights_again(found)
         if self.parameters != names:
             check_adapters(module)
         self.parameters = names
 
-    def compare(self, caller: str, inputs: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once."""
+    def compare(self, module: nn.Module, inputs: dict[str, Any]) -> None:
+        """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once. Warn if they
+        were made by parameters whose gradients would be added up with those of the transformer."""
         if is_compiling() or self.handler.cp.key in self.compared:
             return
+        caller, own, others = type(module).__name__, {*module.parameters()}, set()
         sums: dict[str, list[float]] = {}
 
         def add(name: str, x: Tensor) -> Tensor:
+            if self.gradients == "sum" and isinstance(other_leaf(x, own), nn.Parameter):
+                others.add(name)
             if x.numel():
                 exact = x.detach().double().flatten()
                 sums.setdefault(name, []).append((exact.sum() + exact[0]).item())
@@ -399,6 +416,14 @@ class _Root:
         once = tuple((name, str(found)) for name, found in sums.items())
         self.handler.cp.agree("batch", (), caller, once=once, always=True)
         self.compared.add(self.handler.cp.key)
+        if others and self.handler.cp.size > 1:
+            warnings.warn(
+                f"{', '.join(sorted(others))} of {caller} come from parameters in front of it. gradients='sum' is of "
+                "the transformer's own parameters: the gradients of those in front are whole on every rank, and their "
+                f"sum over {self.handler.cp.size} ranks is as many times too large. Average them, or leave "
+                "gradients='sum' out and average all",
+                stacklevel=2,
+            )
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The output, whose loss is the same on every rank: of a sum over ranks each gives its n-th part."""

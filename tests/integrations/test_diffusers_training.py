@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,58 @@ def of_width(x: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- several forwards
+
+
+@on_ranks
+def sampled(gradients_are: str, steps: int) -> tuple[float, float, list[str]]:
+    """The errors of the gradients of parameters and of inputs on this rank, for a loss over several steps of sampling,
+    each of which begins with the output of the last; and the warnings."""
+    from hyper_cp.integrations.diffusers import prepare_transformer
+
+    alone, inputs = tiny_transformer(FLUX)
+    model = copy.deepcopy(alone)
+    prepare_transformer(model, cp_mesh(), style=ContextParallel(**RING), gradients=gradients_are)
+    starts: list[Any] = []
+    with InDouble(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        for made in (alone, model):
+            start = inputs["hidden_states"].double().clone().requires_grad_()
+            x = start * scale if gradients_are == "mean" else start
+            for _ in range(steps):
+                x = x - 0.5 * made(**{**inputs, "hidden_states": x}).sample
+            x.square().mean().backward()
+            starts.append(start.grad)
+    total = sum_over_ranks(gradients(model))[0] / (2 if gradients_are == "mean" else 1)
+    found = relative_error(total, gradients(alone)), relative_error(starts[1], starts[0])
+    return *found, [str(x.message) for x in said if "in front of it" in str(x.message)]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("gradients_are", ["sum", "mean"])
+def test_gradients_of_inputs_are_those_of_the_whole_image(ranks: Any, gradients_are: str, steps: int) -> None:
+    """They were those of this rank's tokens, and with ``"sum"`` an output that is an input, too, gave its n-th part."""
+    for of_parameters, of_inputs, said in ranks(2, sampled, gradients_are, steps):
+        assert max(of_parameters, of_inputs) <= 1e-10
+        assert not said
+
+
+@on_ranks
+def trained_in_front() -> list[str]:
+    """The warnings of a model whose prompts come from a trained layer, with ``gradients="sum"``."""
+    _, model, inputs = pair(FLUX)
+    layer = nn.Linear(*[inputs["encoder_hidden_states"].shape[-1]] * 2, dtype=torch.float64)
+    with InDouble(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(**{**inputs, "encoder_hidden_states": layer(inputs["encoder_hidden_states"])})
+    return [str(x.message) for x in said if "in front of it" in str(x.message)]
+
+
+def test_a_sum_of_gradients_in_front_of_the_transformer_is_warned_of(ranks: Any) -> None:
+    for said in ranks(2, trained_in_front):
+        assert len(said) == 1, said
+        assert said[0].startswith("encoder_hidden_states of FluxTransformer2DModel come from parameters"), said
 
 
 @on_ranks
