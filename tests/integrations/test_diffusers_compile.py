@@ -28,26 +28,28 @@ def compiled(name: str, changes: dict[str, Any], mode: dict[str, Any], whole: bo
     (alone, inputs), (model, _) = tiny_transformer(name, changes), tiny_transformer(name, changes)
     prepare_transformer(model, cp_mesh(), style=ContextParallel(**mode), gradients="sum")
 
-    def step(made: Any) -> tuple[Tensor, Tensor]:
+    def step(made: Any) -> tuple[Tensor, Tensor, Tensor]:
         made.zero_grad()
-        output = made(**inputs, return_dict=False)[0]
+        image = inputs["hidden_states"].clone().requires_grad_()
+        output = made(**{**inputs, "hidden_states": image}, return_dict=False)[0]
         output.square().mean().backward()
         found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in made.parameters()])
-        return output.detach(), found
+        return output.detach(), image.grad, found
 
-    want, expected = step(alone)
+    want, of_image, expected = step(alone)
     counters.clear()
     compiling: Any = model.compile if whole else model.compile_repeated_blocks
     compiling(backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        output, grads = step(model)
+        output, of_share, grads = step(model)
         graphs = counters["stats"]["unique_graphs"]
         step(model)
     assert not counters["graph_break"], counters["graph_break"]
     assert graphs > 0
     codes = {type(block).forward.__code__ for x in model.children() if isinstance(x, nn.ModuleList) for block in x}
     blocks = [len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)) for code in codes]
-    errors = relative_error(output, want), relative_error(sum_over_ranks(grads)[0], expected)
+    errors = relative_error(output, want), relative_error(of_share, of_image)
+    errors = *errors, relative_error(sum_over_ranks(grads)[0], expected)
     return max(errors), blocks, counters["stats"]["unique_graphs"] - graphs
 
 
