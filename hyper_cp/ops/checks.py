@@ -594,7 +594,7 @@ def _check_mask(mask: Tensor, call: Call, q: Tensor, cp: CPMesh, lengths: tuple[
     fits = (
         mask.ndim == 4
         and mask.shape[0] in (1, q.shape[0])
-        and mask.shape[1] in (1, own_heads, all_heads)
+        and mask.shape[1] in (1, all_heads, *([own_heads] if exchanged else []))
         and mask.shape[2] in (1, rows, lengths[0])
         and mask.shape[3] in (1, lengths[1])
     )

@@ -167,7 +167,7 @@ def select(
 def check_key_mask(call: Call) -> None:
     """Raise ``ValueError`` for a mask of a call of an indexer that is not bool, or differs between heads."""
     mask = call.mask
-    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or (mask.ndim == 4 and mask.shape[1] > 1)):
+    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or (mask.ndim > 2 and mask.shape[-3] > 1)):
         raise ValueError(
             f"{call.name}: attn_mask is {mask.dtype} {tuple(mask.shape)}. It says which keys may be selected, for all "
             "heads together: bool [batch or 1, 1, queries or 1, keys]. Pass mask.any(1, keepdim=True), or the like"

@@ -96,6 +96,7 @@ class SplitCache:
         self._shown: Tensor | None = None  # [B, 1, capacity, 1] bool, if there is padding
         self._rows = 0
         self.widths = 0, 0  # D and Dv, or R and Dr
+        self._since = 0  # with a window, the first position that all ranks are sure to keep
         self._last = 0, 0  # the rank that holds the last token of the prompt, and its row in the share
         self._ends: tuple[Tensor, Tensor] | None = None  # with padding: each row's last token here, position and place
         # Ascending global positions of the rows, as ranges: the start of each, and its first row.
@@ -138,7 +139,8 @@ class SplitCache:
             at = resolved.positions(self.cp.rank).to(k.device)
             ends = torch.where(shown[:, 0, :, 0] & (at < length), at, -1).max(1)
         self._ends = None if shown is None else (ends.values, ends.indices)
-        first = 0 if self.window is None else max(0, length - self.window[0])
+        # The last token of the prompt may be the first query.
+        first = self._since = 0 if self.window is None else max(0, length - 1 - self.window[0])
         kept = [
             (max(a, first), min(b, length), row - a) for row, a, b in placed(resolved.ranges(self.cp.rank)).tolist()
         ]
@@ -183,6 +185,8 @@ class SplitCache:
         positions = [(self.length + rows[0], self.length + rows[1])] if rows[0] < rows[1] else []
         mine = slice(*rows)
         self._write(positions, [k[:, :, mine], v[:, :, mine]], shown if shown is None else shown[:, :, mine])
+        if self.window is not None:  # what each rank drops depends on its memory
+            self._since = max(self._since, self.length - self.window[0])
         self.length += count
 
     @_normal_tensors()
@@ -355,6 +359,12 @@ class SplitCache:
             raise ValueError(
                 f"{name}: query has {q.shape[2]} new tokens, and the cache has {self.length} positions. These must "
                 "include the new tokens. Append their keys and values before you attend to them"
+            )
+        if self.window is not None and max(0, self.length - q.shape[2] - self.window[0]) < self._since:
+            raise ValueError(
+                f"{name}: query has {q.shape[2]} new tokens, more than were appended last. The cache has "
+                f"window={self.window}, and does not keep keys that only older queries see. Attend to tokens behind "
+                "the append that brings them, or append as many at once"
             )
         if q.dtype != held.dtype or q.shape[0] != held.shape[0] or 0 in q.shape:
             raise ValueError(

@@ -101,16 +101,17 @@ def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
     for name, case in CASES.items():
         q, *kv = drawn(**case)
         kv, of_latents = kv[:2], kv[2 : 4 if case.get("bias") else 3]
-        cache, at, outs = filled(case, layout, kv), PROMPT, []
-        for count in STEPS:
+        cache, at, outs = filled(case, layout, kv), PROMPT - 1, []
+        for count in (1, *STEPS):
             new = slice(at, at + count)
-            cache.append(*(x[:, :, new] for x in kv))
+            if at >= PROMPT:  # the first query is the last token of the prompt
+                cache.append(*(x[:, :, new] for x in kv))
             options = {x: case.get(x) for x in ("scale", "softcap")} | {"sinks": sinks_of(case), "enable_gqa": True}
             options |= dict(zip(("weight", "bias"), of_latents, strict=False))
             outs.append(decode_attention(q[:, :, new], cache, **options))
             at += count
         made = torch.cat(outs, 2)
-        found[name] = relative_error(made, one_device(case)[:, :, PROMPT:]), made
+        found[name] = relative_error(made, one_device(case)[:, :, PROMPT - 1 :]), made
     return found
 
 
@@ -287,9 +288,8 @@ def test_a_styled_module_decodes_on_its_own_mesh_without_exchanged_heads(ranks: 
 def _wrong(what: str) -> None:
     q, k, v = (x[:, :, :1] for x in drawn())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    cache = SplitCache(
-        mesh, layout="nowhere" if what == "layout" else "contiguous", window=(4, 2) if what == "window" else None
-    )
+    window = {"window": (4, 2), "older queries": (3, 0)}.get(what)
+    cache = SplitCache(mesh, layout="nowhere" if what == "layout" else "contiguous", window=window)
     share = [x[:, :, :4] for x in drawn()[1:]]
     if what == "documents":
         cache.fill(*share, documents=[0, 3, 8])
@@ -316,6 +316,8 @@ def _wrong(what: str) -> None:
     if what == "dtype":
         cache.append(k.float(), v.float())
     cache.append(k, v)
+    if what == "older queries":
+        decode_attention(torch.cat([q, q], 2), cache, enable_gqa=True)
     if what == "weight":
         decode_attention(q, cache, weight=torch.ones(4, 8, dtype=torch.float64))
     if what == "queries":
@@ -358,6 +360,7 @@ WRONG = {
     "empty": "decode_attention: query has 1 new tokens, and the cache has 0 positions",
     "twice": "SplitCache.fill: the cache holds 8 positions already",
     "dtype": "SplitCache.append: key torch.float32 (2, 2, 1, 8) and value (2, 2, 1, 8) do not fit the cache",
+    "older queries": "decode_attention: query has 2 new tokens, more than were appended last. The cache has window",
     "weight": "decode_attention: the cache does not hold latents, and weight is given",
     "queries": "decode_attention: query is torch.float32 (2, 4, 1, 8)",
     "gqa": "query has 4 heads and key 2",

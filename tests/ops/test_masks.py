@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_cp.mesh import comm
 from hyper_cp.ops import attention
 from tests.harness.attention_case import FP32, FP64, AttentionCase, Errors, check, cp_mesh, modes, pairwise, run_cases
+from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks
 
 Rows = tuple[tuple[int, ...], ...]
@@ -206,3 +208,38 @@ def test_a_mask_that_may_be_a_row_of_this_rank_is_refused(ranks: Any) -> None:
     ranks.raises(2, "ValueError", "one row, and so has every rank's share of the 2 queries", one_row, (1, 1, 1, 2))
     for shape in ((1, 1, 2, 2), (1, 1, 1, 1)):
         ranks(2, one_row, shape)
+
+
+@on_ranks
+def own_heads(shape: tuple[int, ...], kv_heads: int) -> None:
+    """A mask of as many heads as a rank attends under Ulysses, of a batch of two rows with four heads."""
+    n = dist.get_world_size()
+    q, k = (torch.randn(2, heads, 4, 4, generator=torch.Generator().manual_seed(0)) for heads in (4, kv_heads))
+    mask = torch.ones(*shape, 4 * n, 4 * n, dtype=torch.bool)
+    attention(q, k, k, mesh=cp_mesh(), ulysses_degree=None, attn_mask=mask, enable_gqa=True)
+
+
+def test_a_mask_of_fewer_heads_is_refused_under_ulysses(ranks: Any) -> None:
+    """``[B, S, S]``, whose heads were forgotten, and one mask for each key head were those of a rank's own heads."""
+    for shape, kv_heads in (((2,), 4), ((1, 2), 2)):
+        ranks.raises(2, "ValueError", r"must be broadcastable to \[2, 4, 8, 8\]", own_heads, shape, kv_heads)
+    ranks(2, own_heads, (1, 4), 2)
+
+
+@on_ranks
+def rounded(dtype: torch.dtype) -> tuple[float, float]:
+    """The errors of attention in half precision with an ALiBi bias of float32: over the ranks, and on one device."""
+    q, k, v = (torch.randn(1, 2, 512, 16, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3))
+    at, slopes = torch.arange(512), torch.tensor([0.5, 0.25])[:, None, None]
+    bias = (at * slopes).masked_fill(at > at[:, None], -torch.inf)[None]
+    wide = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), bias.double())
+    here = slice(256 * dist.get_rank(), 256 * dist.get_rank() + 256)
+    found = attention(*(x[:, :, here] for x in (q, k, v)), mesh=cp_mesh(), attn_mask=bias)
+    alone = F.scaled_dot_product_attention(q, k, v, bias)
+    return absolute_error(found, wide[:, :, here]), absolute_error(alone[:, :, here], wide[:, :, here])
+
+
+def test_a_mask_of_float32_is_not_rounded(ranks: Any) -> None:
+    """Biases of 128 and more lost their last bits, which are those that tell neighbours apart."""
+    for error, of_one in ranks(2, rounded, torch.bfloat16):
+        assert error <= 2 * of_one, (error, of_one)

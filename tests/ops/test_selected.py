@@ -376,6 +376,7 @@ SELECT: dict[str, tuple[dict[str, Any], str]] = {
     "score": ({"score": "dot"}, "score='dot'"),
     "weights": ({"weights": torch.zeros(2, 3, 23)}, "weights"),
     "mask": ({"attn_mask": torch.zeros(2, 1, 48, 48)}, "attn_mask is torch.float32"),
+    "mask of rows": ({"attn_mask": torch.ones(3, 48, 48).bool(), "is_causal": False}, "heads together"),
     "keys": ({"k": torch.zeros(2, 1, 24, 5)}, "do not fit"),
     "a block of none": ({"block": 0}, "block=0 must be a positive int"),
     "too many local blocks": ({"local_blocks": 4}, "local_blocks=4 is more than topk=3"),

@@ -32,7 +32,8 @@ _LEAST_ROWS = 64
 
 
 class Operator(Kernel, Protocol):
-    """A kernel for rectangles only: full, or causal and square, or full with an additive ``mask`` of the dtype of q."""
+    """A kernel for rectangles only: full, or causal and square, or full with an additive ``mask`` of the dtype of q.
+    (That of CPUs takes one of float32, too.)"""
 
     grouped: bool
     """True if it takes fewer key/value heads than query heads."""
@@ -155,7 +156,9 @@ def _with_additive_masks(tile: TileInputs, mask_at_once: int) -> Iterator[Rectan
     same = tile.mask is not None and tile.mask.shape[2] == 1 and tile.band == FULL  # for all rows
     for rows, cols, piece in tile.row_bands(tile.q.shape[2] if same else rows_at_once(tile, mask_at_once)):
         height = 1 if same else piece.q.shape[2]
-        piece.mask = additive_mask(height, piece.k.shape[2], piece.band, piece.mask, piece.q)
+        exact = piece.q.device.type == "cpu" and piece.mask is not None and piece.mask.dtype == torch.float32
+        dtype = torch.float32 if exact else piece.q.dtype
+        piece.mask = additive_mask(height, piece.k.shape[2], piece.band, piece.mask, dtype, piece.q.device)
         piece.band = FULL
         yield rows, cols, piece
 

@@ -27,14 +27,16 @@ def band_mask(rows: int, cols: int, band: Band, device: torch.device) -> Tensor 
     return mask
 
 
-def additive_mask(rows: int, cols: int, band: Band, mask: Tensor | None, like: Tensor) -> Tensor:
+def additive_mask(
+    rows: int, cols: int, band: Band, mask: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A band and an explicit mask (bool: True is visible; or added to the logits) as one additive
-    mask ``[1|b, 1|H, rows, cols]`` of the dtype of ``like``."""
+    mask ``[1|b, 1|H, rows, cols]``."""
     shape = (1, 1, rows, cols) if mask is None else torch.broadcast_shapes((1, 1, rows, cols), mask.shape)
-    bias = torch.zeros(shape, dtype=like.dtype, device=like.device)  # every further step is in place: it may be large
+    bias = torch.zeros(shape, dtype=dtype, device=device)  # every further step is in place: it may be large
     if mask is not None:
         bias = bias.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else bias.copy_(mask)
-    visible = band_mask(rows, cols, band, like.device)
+    visible = band_mask(rows, cols, band, device)
     return bias if visible is None else bias.masked_fill_(~visible, -torch.inf)
 
 
@@ -100,7 +102,8 @@ def _wide(heads: int, *tensors: Tensor) -> list[Tensor]:
 def _masked(logits: Tensor, tile: TileInputs) -> Tensor:
     if tile.band == FULL and tile.mask is None:
         return logits
-    return logits + additive_mask(logits.shape[2], logits.shape[3], tile.band, tile.mask, logits)
+    rows, cols = logits.shape[2:]
+    return logits + additive_mask(rows, cols, tile.band, tile.mask, logits.dtype, logits.device)
 
 
 KERNEL = ReferenceKernel()
