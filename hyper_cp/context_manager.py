@@ -24,7 +24,7 @@ from .handler import ContextParallelHandler
 from .mesh import batch_state
 from .mesh.arguments import check_type
 from .module import attention_calls
-from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching
+from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching, is_alone
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
 from .module.mixers.calls import RunningMixer, route_loaded, running_mixers
@@ -491,9 +491,10 @@ class _Routing(DispatchMode):
         return x
 
     def responsible(self) -> bool:
-        """True if attention that is called now belongs to this block, not to an inner block or a styled module."""
+        """True if attention that is called now belongs to this block, not to an inner block or a styled module, or to a
+        prepared model on a mesh of one rank."""
         running, inner = current_call(), _blocks.top  # threads of backward inherit the mode, not the stack
-        return (inner is None or inner is self) and not (running is not None and running.alive())
+        return (inner is None or inner is self) and not (running is not None and running.alive()) and not is_alone()
 
     def __enter__(self) -> Any:
         self.calls_before = batch_state.calls_of_engine

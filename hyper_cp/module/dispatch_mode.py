@@ -6,12 +6,13 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from .._torch.compiling import is_compiling
 from .._torch.modes import begin_no_graph, take_out
+from .._torch.modules import is_running
 from ..ops.decoding import decode_attention
 from ..ops.split_cache import SplitCache
 from . import attention_calls
@@ -142,6 +143,20 @@ _modes: ThreadStack[EnteredMode] = ThreadStack()
 """The modes that are entered."""
 calls: ThreadStack[RunningCall] = ThreadStack()
 """The calls of styled modules that are running; at most one in a thread, because nesting is refused."""
+
+
+alone: ThreadStack[nn.Module] = ThreadStack()
+"""Prepared models, their attention modules, and mixers that run as on one device, also in a ``context_parallel`` block
+of other ranks."""
+
+
+def is_alone() -> bool:
+    """True while such a module runs in this thread."""
+    while (top := alone.top) is not None:
+        if is_compiling() or is_running(top):
+            return True
+        alone.remove(top)  # a KeyboardInterrupt ended its forward without its hooks
+    return False
 
 
 def dispatching() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel_mesh, split_cp_mesh
+from hyper_cp import (
+    ContextParallel,
+    ContextParallelHandler,
+    context_parallel,
+    context_parallel_mesh,
+    split_cp_mesh,
+)
 from hyper_cp._torch.modules import hook_owners
 from tests.harness.attention_case import cp_mesh
+from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_images import tiny
 from tests.harness.hf_models import VOCABULARY, make, prepare_batch, prepare_model, tokens
+from tests.harness.oracle import absolute_error
 from tests.harness.ranks import on_ranks
 
 pytest.importorskip("transformers")
@@ -310,3 +319,35 @@ def of_images(kinds: list[str]) -> list[int]:
 
 def test_models_of_images_are_compared_by_text(ranks: Any) -> None:
     assert ranks(2, of_images, ["gemma4", "qwen2_5_vl", "llava"]) == [[0, 0, 0]] * 2
+
+
+@on_ranks
+def beside_a_block(kind: str) -> tuple[list[int], list[float]]:
+    """The warnings of a right model that runs in a ``context_parallel`` block; the errors of one on a mesh of one rank
+    there, of its gradients in a checkpoint, and of the first on such a mesh."""
+    style, mesh, ids = ContextParallel(ulysses_degree=1), cp_mesh(), tokens(48)
+    alone, here = tiny_causal(kind).float(), ids.clone()
+    (model, other), one = (copy.deepcopy(alone) for _ in range(2)), split_cp_mesh(mesh, [1]).cp(1)
+    prepare_model(other, one, style=style)
+    for made in (alone, other):
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+        made.train()
+    prepare_model(model, mesh, style=style)
+    want = alone(ids, use_cache=False).logits
+    want.square().mean().backward()
+    with context_parallel(mesh, buffers=[here], buffer_seq_dims=[1], layout="contiguous"):
+        warned = [said(model, {"input_ids": here, "use_cache": False})]
+        found = other(ids, use_cache=False).logits
+        found.square().mean().backward()
+        errors = [absolute_error(found, want)]
+        with context_parallel_mesh(model, one):
+            errors.append(absolute_error(model(ids, use_cache=False).logits, want))
+    errors += [absolute_error(x, y) for x, y in zip(gradients_of(other), gradients_of(alone), strict=True)]
+    return warned, errors
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2", "falcon_h1"])
+def test_a_model_of_one_rank_is_left_alone_by_a_block_of_several(ranks: Any, kind: str) -> None:
+    """Its attention met the keys of other batches, and the comparison in the block warned of a model that is right."""
+    for warned, errors in ranks(2, beside_a_block, kind):
+        assert warned == [0] and max(errors) <= 1e-5, (warned, errors)

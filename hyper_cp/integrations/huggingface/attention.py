@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ..._torch import checkpoint
 from ..._torch.compiling import is_compiling
+from ...module.dispatch_mode import alone
 from ...ops.attention import cp_attention
 from ...ops.config import Call
 from ...ops.kernels import scores
@@ -499,5 +500,11 @@ def _one_device(
     if (blocks := options.get("block_indices")) is not None and state.implementation in ("eager", "sdpa"):
         given = key.shape[2], query.dtype, query.device, options["position_ids"].expand(len(query), -1)
         mask = cast(Any, module).indexer.build_block_mask(blocks, mask, *given)
-    found: tuple[Tensor, Any] = attend(module, query, key, value, mask, **options)
+    if not is_compiling():  # a recompute by a checkpoint runs the layers only
+        alone.push(module)
+    try:
+        found: tuple[Tensor, Any] = attend(module, query, key, value, mask, **options)
+    finally:
+        if not is_compiling():
+            alone.remove(module)
     return found

@@ -17,6 +17,7 @@ from ..._torch import checkpoint
 from ..._torch.compiling import is_compiling
 from ..._torch.modules import is_running
 from ...data.packing import PreparedBatch
+from ...module.dispatch_mode import alone
 from ...module.mesh_binding import Style, StyledMesh
 from ...module.mixers.hooks import Where
 from ...module.thread_stack import ThreadStack
@@ -118,12 +119,15 @@ def refuse_other_mesh(name: str, batch: PreparedBatch | None, mesh: StyledMesh) 
 def begin(decoder: nn.Module, state: State) -> None:
     """Record that a forward of ``decoder`` runs with this state."""
     _forwards.push((decoder, state))
+    if isinstance(state, OneDevice):
+        alone.push(decoder)
 
 
 def end(decoder: nn.Module) -> None:
     """Undo :func:`begin`, if it was called."""
     if (top := _forwards.top) is not None and top[0] is decoder:
         _forwards.remove(top)
+        alone.remove(decoder)
 
 
 def _innermost() -> tuple[nn.Module | None, State | None]:

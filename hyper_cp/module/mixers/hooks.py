@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._torch.compiling import is_compiling
 from ..._torch.modules import calls_running
 from ...mesh.cp_mesh import CPMesh
+from ..dispatch_mode import alone
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from ..model import begin_call
 from .calls import RunningMixer, is_mixer, route, route_mixer, running_mixers
@@ -69,17 +70,21 @@ class MixerHooks:
         """Route the calls of a module that begins to run; None: one rank, nothing is routed."""
         while (outer := running_mixers.top) is not None:
             # The call that begins here is on the stack of Python too: another one of the same module needs two.
-            alone = not is_compiling() and outer.module is module and calls_running(module) < 2
-            if outer.alive() and not alone:
+            interrupted = not is_compiling() and outer.module is module and calls_running(module) < 2
+            if outer.alive() and not interrupted:
                 break
             running_mixers.remove(outer)  # a KeyboardInterrupt ended that call without its hooks
         if found is not None:
             if not is_compiling():
                 route(type(module))  # again: a cell of a notebook may have bound the functions anew
             running_mixers.push(RunningMixer(self.name, module, *found))
+        elif not is_compiling():
+            alone.push(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop routing; raise if nothing was routed."""
+        if not is_compiling():
+            alone.remove(module)
         mixer = running_mixers.top
         if mixer is None or mixer.module is not module:
             return
