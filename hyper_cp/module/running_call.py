@@ -134,13 +134,23 @@ def _keep(call: RunningCall, rows: Tensor, cp: CPMesh, documents: Tensor | None)
 
 
 def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
-    """Warn, once for a style on a module, of queries that are parts of this rank's share: as further batch rows, or one
-    call after another."""
+    """Warn, once for a style on a module, of queries that are parts of this rank's share, as further batch rows or one
+    call after another; or of which each position of the share is a batch row."""
     if is_compiling() or call.binding.warned or q.ndim != 4 or not call.mesh.parallel:
         return
     rows, length = q.shape[0], q.shape[2]
     call.calls[rows, length] = call.calls.get((rows, length), 0) + 1
     for batch, share in [*call.shares, call.mesh.views[0].batch.rows_and_share]:
+        if rows == batch * share > batch and length != share:
+            call.binding.warned = True
+            warnings.warn(
+                f"{call.binding.name} attends to {rows} sequences of {length} positions, one for each of the {share} "
+                f"positions in the {batch} rows that this rank holds (a frame of a video, say). Attention joins each "
+                "with the one of every other rank in its place. Leave the module out of the plan (or the block) if "
+                "these sequences are not split; else ignore this warning",
+                stacklevel=4,
+            )
+            return
         again = 1 if rows > batch or call.module is None else call.calls[rows, length]
         if rows * length * again == batch * share and 0 < length < share and share % length == 0:
             call.binding.warned = True

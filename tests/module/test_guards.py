@@ -671,6 +671,31 @@ def test_windows_that_are_rows_of_the_batch_warn_once(ranks: Any) -> None:
         assert ranks(2, windows_of, 0, block) == [[0, 0]] * 2
 
 
+@on_ranks
+def frames(patches: int) -> list[list[int]]:
+    """Warnings of two forwards of spatial and of temporal attention over a video ``[2, T, patches, 8]``, whose frames a
+    block splits."""
+    found, video = [], torch.randn(2, 16, patches, 8)
+    for spatial in (True, False):
+        said = []
+        with context_parallel(cp_mesh(), buffers=[video], buffer_seq_dims=[1]):
+            for _ in range(2):
+                heads = video.unflatten(3, (2, 4)) if spatial else video.transpose(1, 2).unflatten(3, (2, 4))
+                rows = heads.flatten(0, 1).transpose(1, 2)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    F.scaled_dot_product_attention(rows, rows, rows)
+                said.append(sum("(a frame of a video, say)" in str(w.message) for w in caught))
+        found.append(said)
+    return found
+
+
+def test_frames_as_rows_of_the_batch_warn_once(ranks: Any) -> None:
+    """Attention within frames met those of the other ranks, without a word if frames have 4 or 16 patches."""
+    for patches in (4, 16):
+        assert ranks(2, frames, patches) == [[[1, 0], [0, 0]]] * 2
+
+
 class InWindows(nn.Module):
     """Windows that a block cuts: as rows of the batch that its attention gets, or in a loop within the attention."""
 
