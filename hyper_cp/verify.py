@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._torch.modules import accumulates
 from .data.loss import check_gradients
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
@@ -49,8 +50,8 @@ def verify(
     The step runs twice on the model: on the cp mesh, and on every rank alone with the whole batch, where ``handler``
     has a mesh of one rank. The outputs of all modules in the order of execution, the loss, and the gradients of
     parameters and floating-point inputs must be equal. The report names the first module that differs, by how much, and
-    the usual cause where it recognises one. Afterwards gradients, buffers, random numbers and hooks are what they were
-    before, also after an exception.
+    the usual cause where it recognises one. Afterwards gradients, buffers, frozen parameters, random numbers and hooks
+    are what they were before, also after an exception.
 
     All ranks that the model communicates with make the call. Every rank needs memory for one step on the whole batch:
     use a short sequence, with documents, padding and ignored labels as in training.
@@ -81,7 +82,8 @@ def verify(
 
     Raises:
         ValueError, TypeError: for a mesh of one rank or another one than the model's, for a batch that cannot be split,
-            and for a ``loss_fn`` that does not use the mesh of its handler; as well as everything that the step raises.
+            for a ``loss_fn`` that does not use its handler or the mesh of that, and while DDP or FSDP2 accumulate
+            gradients that are not reduced; as well as everything that the step raises.
     """
     style = _checked(model, mesh, loss_fn, gradients, layout)
     for name, value in (("rtol", rtol), ("atol", atol)):
@@ -91,6 +93,14 @@ def verify(
     runs = Runs(model, mesh, alone, batch, style, loss_fn, average=loss_fn is None or gradients == "mean")
     parallel = runs.parallel()
     one = runs.whole(parallel)
+    selected = [event.selection for event in one.events.values()]
+    whole = bool(selected) and all(x is not None and x.kind == "same" for x in selected) and not one.unmatched
+    if whole and runs.handler.sequence is None and not bindings(model):
+        raise ValueError(
+            f"loss_fn ran {type(model).__name__} on whole sequences on every rank. Both runs were the same, so there "
+            "is nothing to compare. Split the batch with the third argument of loss_fn, as in "
+            "handler.get_batch_on_this_cp_rank(batch), or in a block of context_parallel(handler.mesh, ...)"
+        )
     kind = coarsest(one)
     exact = runs.exact(parallel, one) if rtol is None and kind in HALF else None
     tolerance = Tolerance(TOLERANCES[kind] if rtol is None else rtol, atol or 0.0, norms=kind in HALF)
@@ -111,6 +121,14 @@ def _checked(
     check_gradients(gradients)
     todo = "It is called as loss_fn(model, batch, handler). Pass a function"
     check_type("loss_fn", loss_fn, (Callable, type(None)), todo)
+    unit = next((name for name, module in model.named_modules() if accumulates(module)), None)
+    if unit is not None:
+        raise ValueError(
+            f"module {unit!r} of {type(model).__name__} accumulates gradients that are not reduced yet, as in "
+            "no_sync() of DDP and after set_requires_gradient_sync(False) of FSDP2. verify compares reduced ones, "
+            "and would add its own to these. Call it before or after an accumulation, with "
+            "set_requires_gradient_sync(True)"
+        )
     found = bindings(model)
     if not found:
         if loss_fn is None:

@@ -3,8 +3,9 @@
 Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks``, ``_backward_hooks``, ``_buffers``,
 ``_parameters``, ``_call_impl``, ``_compiled_call_impl``, ``RemovableHandle.next_id``, the child names of
 ``torch.compile`` (``_orig_mod``) and of ``checkpoint_wrapper`` (``_checkpoint_wrapped_module``),
-``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), and the frame of
-``parallelize_module``. The same in torch 2.11 to 2.15.
+``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), the frame of
+``parallelize_module``, and of the groups of FSDP2 their meshes and the gradients that wait in them. The same in torch
+2.11 to 2.15.
 The counter ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
@@ -182,6 +183,22 @@ def averaging_ranks(module: nn.Module) -> list[int]:
         return dist.get_process_group_ranks(module.process_group)
     group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
     return [] if group is None else group.mesh_info.mesh.mesh.flatten().tolist()
+
+
+def accumulates(module: nn.Module) -> bool:
+    """True for a unit of DDP or FSDP2 whose next backward reduces no gradients, or also those of backwards before."""
+    if isinstance(module, DistributedDataParallel):
+        return not module.require_backward_grad_sync
+    if not isinstance(module, FSDPModule):
+        return False
+    state = module._get_fsdp_state()
+    for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]:
+        if group is not None:
+            waiting = [group._partial_reduce_output, *(p.unsharded_accumulated_grad for p in group.fsdp_params)]
+            waiting += [p._unsharded_param.grad for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            if not (group.reduce_grads and group.all_reduce_grads) or any(x is not None for x in waiting):
+                return True
+    return False
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..data.collectives import by_rank
 from .record import Trace
 from .report import DIFFERS, EQUAL, SKIPPED
-from .share import distance, pieces, wide
+from .share import differences, distance, pieces, wide
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4 * 2**-10, torch.bfloat16: 4 * 2**-7}
 """Default tolerances by the coarsest dtype of a run. (Some models compute parts in fp32 whatever their dtype.)"""
@@ -66,8 +66,8 @@ def _ratio(a: float, scale: float) -> float:
 
 
 def _norm(x: Tensor, y: Tensor | None = None) -> float:
-    """The norm of ``x``, or of its difference from ``y``."""
-    parts = (a for (a,) in pieces(x)) if y is None else (a - b for a, b in pieces(x, y))
+    """The norm of the finite values of ``x``, or of its difference from ``y``."""
+    parts = (a.abs().nan_to_num(0.0, 0.0, 0.0) for (a,) in pieces(x)) if y is None else differences(x, y)
     return sum(torch.linalg.vector_norm(part).item() ** 2 for part in parts) ** 0.5
 
 

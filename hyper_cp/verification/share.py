@@ -121,15 +121,18 @@ def closest(local: Tensor, whole: Tensor, positions: Positions) -> tuple[Selecti
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors of one shape; equal infinities and NaNs do not differ."""
+    """The largest difference of two tensors of one shape."""
     if not a.is_floating_point() and not a.is_complex():
         return (a != b).double().mean().item() if a.numel() else 0.0
-    largest = 0.0
+    return max((part.max().item() for part in differences(a, b)), default=0.0)
+
+
+def differences(a: Tensor, b: Tensor) -> Iterator[Tensor]:
+    """The magnitudes of the differences, in parts; equal infinities and NaNs do not differ."""
     for x, y in pieces(a, b):
         same = (x == y) | (x.isnan() & y.isnan())
         difference = torch.where(same, 0.0, (x - y).abs())
-        largest = max(largest, torch.where(difference.isnan(), torch.inf, difference).max().item())
-    return largest
+        yield torch.where(difference.isnan(), torch.inf, difference)
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
 
 from hyper_cp import ContextParallelHandler, verify
@@ -19,7 +20,7 @@ from hyper_cp.verify import Report
 from tests.harness import composition_training as t
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import check_errors, error_of, on_ranks
 
 Summary = tuple[bool, str | None, str | None, str, int]
 """ok, the first module, the cause, the text, and the number of tensors that were compared."""
@@ -209,3 +210,64 @@ def trained_after_verify(fails: bool) -> float:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_sharded_model_trains_as_before_afterwards(fails: bool, ranks: Any) -> None:
     assert max(ranks(4, trained_after_verify, fails)) < 5e-6
+
+
+def fsdp2(model: nn.Module) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=cp_mesh())
+    return fully_shard(model, mesh=cp_mesh())
+
+
+@on_ranks
+def between_backward_and_step(view: bool) -> bool:
+    """True if gradients of DDP are what they were, in the memory of its buckets or in that of their own."""
+    mesh, made = cp_mesh(), planted.styled(cp_mesh())
+    model = nn.parallel.DistributedDataParallel(made, gradient_as_bucket_view=view)
+    handler = ContextParallelHandler.of(made)
+    for _ in range(2):  # from the second on DDP keeps its buckets in the order of the backward
+        model.zero_grad(set_to_none=False)
+        planted.loss_fn(model, planted.whole_batch(), handler).backward()
+    before = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    other = {**planted.whole_batch(), "input_ids": planted.whole_batch()["input_ids"].flip(1)}
+    assert verify(model, mesh, other, loss_fn=planted.loss_fn).ok
+    return all(p.grad is x and torch.equal(x, y) for p, (x, y) in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_of_ddp_remain(view: bool, ranks: Any) -> None:
+    assert ranks(2, between_backward_and_step, view) == [True, True]
+
+
+@on_ranks
+def in_an_accumulation() -> tuple[dict[str, str], bool]:
+    """Errors of verify in accumulations, and True if the gradient of two batches is the sum of theirs afterwards."""
+    mesh, found, grads = cp_mesh(), {}, []
+
+    def refused(name: str, model: nn.Module) -> None:
+        found[f"{name}.*accumulates gradients"] = error_of(
+            lambda: verify(model, mesh, planted.whole_batch(), loss_fn=planted.loss_fn)
+        )
+
+    for verified in (False, True):
+        model = fsdp2(planted.styled(mesh))
+        handler = ContextParallelHandler.of(model)
+        model.set_requires_gradient_sync(False)
+        planted.loss_fn(model, planted.whole_batch(), handler).backward()
+        if verified:
+            refused("FSDPPlanted", model)
+        model.set_requires_gradient_sync(True)
+        if verified:
+            refused("module '' of FSDPPlanted", model)  # the gradients of the first batch wait to be reduced
+        planted.loss_fn(model, planted.whole_batch(length=18), handler).backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    assert verify(model, mesh, planted.whole_batch(), loss_fn=planted.loss_fn).ok
+    model = nn.parallel.DistributedDataParallel(planted.styled(mesh))
+    with model.no_sync():
+        refused("DistributedDataParallel", model)
+    return found, all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_an_accumulation_is_not_disturbed(ranks: Any) -> None:
+    here, there = ranks(2, in_an_accumulation)
+    check_errors([here[0], there[0]])
+    assert here[1] and there[1]

@@ -207,6 +207,59 @@ def test_what_a_forward_changes_is_restored() -> None:
     assert model._hooks_installed
 
 
+class Private(nn.Module):
+    """A model that keeps private attributes in its forward, and changes frozen parameters in all ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mean, self._ready = torch.zeros(3), False
+        self._scale: Tensor | None = None
+        self.student = nn.Linear(200, 200)
+        self.teachers = nn.ModuleList(nn.Linear(200, 200).requires_grad_(False) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._ready:
+            self._scale, self._ready, self._made = x.std(), True, [x.mean()]
+        self._mean = 0.9 * self._mean + x.mean()
+        first, *others = (teacher.weight for teacher in self.teachers)
+        with torch.no_grad():
+            first.lerp_(self.student.weight, 0.1)
+            others[0].data.mul_(2)
+            others[1].data = self.student.weight.data  # the memory of another one, which stays as it is
+            others[2][0] = 1
+            torch._foreach_add_([others[3]], 1)
+            torch.neg(self.student.weight, out=others[4])
+        self._hooks_installed = True  # by a library
+        return x / self._scale
+
+    def content(self) -> Any:
+        private = [self._mean.clone(), self._ready, self._scale, hasattr(self, "_made")]
+        return private, [p.detach().clone() for p in self.parameters()]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_private_attributes_and_frozen_parameters_are_restored(kept: bool) -> None:
+    model = Private()
+    before, weights = model.content(), [p.data_ptr() for p in model.parameters()]
+    with contextlib.suppress(KeyError), model_state.restore_model_state(model, "cpu", kept=kept):
+        model(torch.rand(3))
+        assert model._ready and not same(model.content()[1], before[1])
+        raise KeyError
+    assert same(model.content()[0][:2], before[0][:2]) and model._scale is None and not hasattr(model, "_made")
+    assert same(model.content()[1], before[1]) and [p.data_ptr() for p in model.parameters()] == weights
+    assert model._hooks_installed
+
+
+def test_frozen_parameters_are_copied_only_if_a_forward_writes_to_them() -> None:
+    """Large models have many."""
+    model = Private()
+    frozen = model_state._FrozenWeights(model)
+    with frozen:
+        model(torch.rand(3))
+    written = {name for name, p in model.named_parameters() if any(p is q for q, *_ in frozen.before.values())}
+    assert written == {f"teachers.{i}.weight" for i in range(6)}
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return torch.equal(a, b)
@@ -315,6 +368,7 @@ def refused() -> dict[str, str]:
             r"handler\.mesh": lambda: verify(plain, mesh, batch, loss_fn=planted.in_block_of_the_mesh),
             "no module of Planted runs under ContextParallel": lambda: verify(plain, mesh, batch),
             "TypeError: .*needs input_ids": lambda: verify(model, mesh, {"tokens": batch["input_ids"]}),
+            "on whole sequences on every rank": lambda: verify(plain, mesh, batch, loss_fn=planted.undispatched),
             r"TypeError: loss_fn returned \(3,\)": lambda: verify(
                 model, mesh, batch, loss_fn=lambda model, batch, handler: torch.ones(3)
             ),
@@ -410,3 +464,13 @@ def test_differences_from_zeros_are_judged_by_atol_itself(norms: bool) -> None:
         assert (error <= allowed) == equal
     error, allowed = Tolerance(1e-6, 0.0, norms).judge(zeros + 1e-9, zeros, None)
     assert error > allowed
+
+
+def test_infinite_values_on_both_sides_are_equal() -> None:
+    """Logits of banned words are -inf. In norms, inf - inf is NaN, and an infinite scale would hide the others."""
+    exact = torch.tensor([1.0, -torch.inf, 2.0])
+    judge = Tolerance(2**-5, norms=True).judge
+    for other, equal in ((exact.clone(), True), (torch.tensor([1.0, -torch.inf, 3.0]), False), (-exact, False)):
+        for given in (exact, None):
+            error, allowed = judge(other, exact, given)
+            assert (error <= allowed) == equal, (other, given)
