@@ -18,7 +18,8 @@ from .share import differences, distance, pieces, wide
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4 * 2**-10, torch.bfloat16: 4 * 2**-7}
 """Default tolerances by the coarsest dtype of a run. (Some models compute parts in fp32 whatever their dtype.)"""
 LEAST_GRADIENT = 1e-2
-"""Gradients that are zero but for rounding (a bias of keys) are judged by this part of the largest gradient."""
+"""Gradients that are zero but for rounding (a bias of keys) are judged by this part of the largest gradient: of the
+largest root mean square in norms, since one large value (a frequent token's in an embedding) would hide others."""
 LEAST_LOSS = 1e-2
 """Losses that are nearly zero are judged by this number."""
 
@@ -74,6 +75,10 @@ def _norm(x: Tensor, y: Tensor | None = None) -> float:
 def _largest(x: Tensor) -> float:
     """The largest finite magnitude."""
     return max((part.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for (part,) in pieces(x)), default=0.0)
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return _norm(x) / max(x.numel(), 1) ** 0.5
 
 
 def coarsest(trace: Trace) -> torch.dtype:
@@ -144,7 +149,8 @@ def compare_modules(parallel: Trace, alone: Trace, exact: Trace | None, toleranc
 
 def compare_gradients(parallel: Trace, alone: Trace, exact: Trace | None, tolerance: Tolerance) -> list[Comparison]:
     """Compare the gradients of parameters and inputs."""
-    largest = max((_largest(x) for x in alone.gradients.values()), default=0.0)
+    size = _root_mean_square if tolerance.norms else _largest
+    largest = max((size(x) for x in alone.gradients.values()), default=0.0)
     rows = []
     for name, whole in alone.gradients.items():
         reduced = parallel.gradients[name]

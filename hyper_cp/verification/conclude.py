@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -130,10 +131,12 @@ def _loss(losses: Sequence[Sequence[Any]], tolerance: Tolerance) -> tuple[Compar
 
 
 def _internal(modules: Sequence[Sequence[Comparison]], outer: dict[Call, Call]) -> set[Any]:
-    """The keys of tensors that differ inside a call whose output is equal on all ranks: the difference is gone."""
+    """The keys of tensors that differ inside a call whose output is equal on all ranks: the difference is gone. (One
+    number, such as the loss that a model returns, tells little of what is inside.)"""
     outputs: dict[Call, list[str]] = {}
     for row in (row for rows in modules for row in rows if row.kind == "output" and row.status != SKIPPED):
-        outputs.setdefault((row.name, row.number), []).append(row.status)
+        if prod(row.shape) > 1:
+            outputs.setdefault((row.name, row.number), []).append(row.status)
     equal = {call for call, statuses in outputs.items() if all(s == EQUAL for s in statuses)}
     found = set()
     for row in (row for rows in modules for row in rows):

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.modes import past_modes
 from .._torch.modules import called_by_library, hook_owners
 from ..data.collectives import by_rank
 from ..handler import ContextParallelHandler
@@ -182,6 +183,10 @@ class Recorder(TorchFunctionMode):
                 self._keep(index, "output", place, x)
 
     def _keep(self, index: int, kind: str, place: str, x: Tensor) -> None:
+        with past_modes():  # what watches a first forward would take these comparisons for the model's
+            self._keep_unseen(index, kind, place, x)
+
+    def _keep_unseen(self, index: int, kind: str, place: str, x: Tensor) -> None:
         self._tick += 1
         call, trace, positions = self.trace.calls[index], self.trace, self.positions()
         key = (call.module, call.number, kind, place)

@@ -72,6 +72,12 @@ def test_prepared_models_are_those_of_transformers(ranks: Any) -> None:
         assert ok, (case, text)
 
 
+def test_a_first_forward_in_verify_warns_of_nothing(ranks: Any) -> None:
+    """Before, verify's own comparisons with 0, 1, 2, ... were taken for positions of the rotary embedding."""
+    for ((ok, *_),) in ranks(2, verified, [("llama", {}, RING)], warnings_as_errors=True):
+        assert ok
+
+
 def test_a_forgotten_padding_mask_is_named(ranks: Any) -> None:
     ((ok, module, cause, text),), _ = ranks(2, verified, [("llama", {"attention_mask": masks(left=True)}, RING)], True)
     assert not ok and cause == "mask" and module is not None and "self_attn" in module, text

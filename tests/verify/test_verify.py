@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hyper_cp import ContextParallelHandler, verify
 from hyper_cp.module.mesh_binding import bindings, swapped
 from hyper_cp.verification import model_state, runs
-from hyper_cp.verification.compare import Tolerance
+from hyper_cp.verification.compare import Tolerance, compare_gradients
+from hyper_cp.verification.record import Trace
 from hyper_cp.verify import Report
 from tests.harness import planted
 from tests.harness.attention_case import cp_mesh
@@ -359,6 +360,34 @@ def test_other_forms_of_use(ranks: Any) -> None:
     assert not here["ranks"][0] and here["ranks"][2] == "ranks", here["ranks"][3]
 
 
+class ReturnsLoss(nn.Module):
+    """A frozen model that returns its loss, which positions within a share hardly change."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.inner(*args).square().mean() * 0 + 1
+
+
+def local_positions_of_a_loss(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+    local = handler.get_batch_on_this_cp_rank(batch)
+    loss: Tensor = model(local["input_ids"], torch.arange(local["input_ids"].shape[1])[None])
+    return loss
+
+
+@on_ranks
+def of_one_number() -> Summary:
+    mesh = cp_mesh()
+    return summary(verify(ReturnsLoss(styled(mesh)), mesh, whole_batch(), loss_fn=local_positions_of_a_loss))
+
+
+def test_an_output_of_one_number_hides_nothing(ranks: Any) -> None:
+    for ok, module, cause, text, _ in ranks(2, of_one_number):
+        assert (ok, module, cause) == (False, "inner", "positions"), text
+
+
 @on_ranks
 def refused() -> dict[str, str]:
     mesh = cp_mesh()
@@ -464,6 +493,16 @@ def test_differences_from_zeros_are_judged_by_atol_itself(norms: bool) -> None:
         assert (error <= allowed) == equal
     error, allowed = Tolerance(1e-6, 0.0, norms).judge(zeros + 1e-9, zeros, None)
     assert error > allowed
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_one_large_gradient_hides_no_others(exact: bool) -> None:
+    """In norms: a frequent token's row of an embedding, beside weights of keys, and a bias of rounding errors."""
+    table = torch.zeros(1000, 64).index_fill(0, torch.tensor([7]), 1.0)
+    one = Trace(gradients={"table": table, "keys": torch.full((64,), 1e-3), "bias": torch.full((64,), 1e-6)})
+    wrong = Trace(gradients={"table": table, "keys": torch.full((64,), 1.05e-3), "bias": torch.full((64,), -1e-6)})
+    rows = compare_gradients(wrong, one, one if exact else None, Tolerance(2**-5, norms=True))
+    assert [row.status for row in rows] == ["equal", "differs", "equal"]
 
 
 def test_infinite_values_on_both_sides_are_equal() -> None:
