@@ -13,7 +13,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments
 from .cluster import Cluster, cluster_of, with_measurements
 from .memory import CHECKPOINTING
-from .model import ModelShape, configuration, model_shape
+from .model import ModelShape, counted_shape
 from .report import AS_FAST, PlanReport, explain
 from .strategies import KV_EXCHANGES, Estimate, Estimator, Strategy, Workload, modes
 
@@ -79,7 +79,7 @@ def plan(
         >>> best.fits
         True
     """
-    shape = model_shape(configuration(model))
+    shape = counted_shape(model)
     documents = _documents(sequence)
     length = documents.rows[0][-1]
     for name, value in {"gpus": gpus, "batch": batch, "shards": gpus if shards is None else shards}.items():

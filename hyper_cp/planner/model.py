@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from ..mesh.arguments import check_choice, check_int, is_int
 from ..schedule.choices import heads_after_sharing
@@ -22,8 +25,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ffn": ("ffn", "intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary": ("vocabulary", "vocab_size"),
     "head_dim": ("head_dim",),
-    "experts": ("experts", "num_experts", "num_local_experts", "n_routed_experts"),
-    "active_experts": ("active_experts", "num_experts_per_tok"),
+    "experts": ("experts", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "active_experts": ("active_experts", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
     "expert_ffn": ("expert_ffn", "moe_intermediate_size"),
     "latent": ("latent",),
     "rotary": ("rotary",),
@@ -38,11 +41,15 @@ NAMES: dict[str, tuple[str, ...]] = {
 DENSE, SPARSE_BLOCKS = "full_attention", "minimax_m3_sparse"
 ENTRIES, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 """Types of layers of configurations, beside those of other names."""
+NUMBERS_SHARED = ("n_shared_experts", "moe_num_shared_experts")
+"""The names under which configurations have the number of experts that all tokens run through."""
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 """The names under which configurations have the inner size of an expert that all tokens run through."""
 EXPERTS_EVERY = ("interleave_moe_layer_step", "expert_layer_period", "decoder_sparse_step")
 """The names under which configurations say that every so many layers one has experts."""
 NORMS = ("fused", "plain", "transformers")
+LISTS = ("ffn", "experts", "active_experts", "expert_ffn")
+"""Sizes of which configurations may have a list, with one for each layer; the mean counts."""
 NECESSARY = ("layers", "heads", "width", "vocabulary")
 LATENTS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """The names under which configurations have the sizes of latent attention."""
@@ -120,6 +127,9 @@ class ModelShape:
         windows: pairs ``(keys, layers)`` for layers whose queries see a window of that many keys.
         poolings: the layers whose queries see entries beside a window, and indexers over entries (:class:`Pooling`).
         scores: the FLOPs of a query and a visible key in the indexers of sparse layers, of all layers together.
+        weights: the weights of one layer that a token is multiplied with (0: those of ``attention_weights`` and of a
+            gated MLP of ``ffn``).
+        stored_weights: the parameters of one layer (0: the weights, those of idle experts, and two norms).
 
     Raises:
         ValueError: for a size that is not a positive int, heads that are not a multiple of the key/value heads, or an
@@ -147,6 +157,8 @@ class ModelShape:
     windows: tuple[tuple[int, int], ...] = ()
     poolings: tuple[Pooling, ...] = ()
     scores: float = 0.0
+    weights: int = 0
+    stored_weights: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "vocabulary"):
@@ -243,12 +255,13 @@ class ModelShape:
     @property
     def layer_weights(self) -> int:
         """Weights of one layer that a token is multiplied with."""
-        return self.attention_weights + 3 * self.width * self.ffn
+        return self.weights or self.attention_weights + 3 * self.width * self.ffn
 
     @property
     def stored_layer_weights(self) -> int:
         """Weights of one layer that take memory: those of idle experts included."""
-        return self.layer_weights + 3 * self.width * (self.stored_ffn - self.ffn) + 2 * self.width
+        stored = self.layer_weights + 3 * self.width * (self.stored_ffn - self.ffn) + 2 * self.width
+        return self.stored_weights or stored
 
     @property
     def head_weights(self) -> int:
@@ -279,10 +292,10 @@ def model_shape(model: Any) -> ModelShape:
             f"the model, a {type(model).__name__}, is an encoder-decoder (is_encoder_decoder=True). The costs here are "
             "those of a decoder over one sequence. Pass a dict with the sizes of each by itself"
         )
-    config = _layer_of(_get(config, "text_config") or config)
+    outer, config = config, _layer_of(_get(config, "text_config") or config)
     found: dict[str, Any] = {}
     for size, names in NAMES.items():
-        value = next((x for name in names if (x := _get(config, name)) is not None), None)
+        value = _size(config, size)
         if value is None and size in NECESSARY:
             raise TypeError(
                 f"the model, a {type(model).__name__}, has no {names[1] if len(names) > 1 else size}. The cost of a "
@@ -295,14 +308,15 @@ def model_shape(model: Any) -> ModelShape:
     experts, active = found.pop("experts", None), found.pop("active_experts", None)
     inner = found.pop("expert_ffn", None) or found.get("ffn")
     if experts and active and inner:
-        shared = (_get(config, "n_shared_experts") or 0) * inner
+        shared = next((x for name in NUMBERS_SHARED if (x := _get(config, name))), 0) * inner
         shared += next((x for name in SHARED if (x := _get(config, name))), 0)
         plain = _get(config, "intermediate_size_mlp") or found.get("ffn") or inner  # that of layers without experts
         layers, sparse = found["layers"], _layers_with_experts(config, found["layers"])
         for name, sum_of_all in (("ffn", active * inner + shared), ("stored_ffn", experts * inner + shared)):
             found[name] = round((sparse * sum_of_all + (layers - sparse) * plain) / layers)
     found |= _latent_attention(config, found["layers"], found["heads"], found["width"])
-    found["tied"] = bool(_get(config, "tie_word_embeddings") or _get(config, "tied"))
+    ties = (_get(x, "tie_word_embeddings") for x in (outer, config))  # that of the model with the head comes first
+    found["tied"] = bool(next((x for x in ties if x is not None), False) or _get(config, "tied"))
     found["norm"] = _get(config, "norm") or ("transformers" if _get(config, "model_type") else "fused")
     if not found.get("topk"):
         found |= _kinds_of_layers(config, found)
@@ -320,11 +334,12 @@ def _layers_with_experts(config: Any, layers: int) -> int:
 
 
 def _layer_of(config: Any) -> Any:
-    """The configuration of a layer that selects keys, if layers have configurations of their own."""
-    types, layers = _get(config, "layer_types") or (), _get(config, "per_layer_config")
-    if isinstance(config, Mapping) or not layers or INDEXED not in types:
+    """The configuration of a layer that selects keys, else of one that sees all, else of the first, if layers have
+    configurations of their own."""
+    if isinstance(config, Mapping) or not _get(config, "is_heterogeneous"):
         return config
-    return layers[types.index(INDEXED)]
+    types = _get(config, "layer_types") or ()
+    return config.per_layer_config[next((types.index(kind) for kind in (INDEXED, DENSE) if kind in types), 0)]
 
 
 def _latent_attention(config: Any, layers: int, heads: int, width: int) -> dict[str, int]:
@@ -461,9 +476,53 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
+def _size(config: Any, size: str) -> Any:
+    """The size under any of its names; None if there is none."""
+    value = next((x for name in NAMES[size] if (x := _get(config, name)) is not None), None)
+    return round(sum(value) / len(value)) if size in LISTS and isinstance(value, Sequence) and value else value
+
+
+def counted_shape(model: Any) -> ModelShape:
+    """The shape of a model from whatever describes it. If that is a configuration of transformers, parameters are those
+    of the decoder that transformers makes for it, on no device."""
+    config = configuration(model)
+    shape = model_shape(config)
+    config = getattr(config, "config", config)
+    text = _get(config, "text_config") or config
+    own = any(_get(text, NAMES[size][0]) is not None for size in (*NECESSARY, "kv_heads", "ffn"))
+    if own or isinstance(config, Mapping) or not _get(config, "model_type"):
+        return shape
+    with suppress(Exception):  # no transformers, or a model that it does not have or cannot make
+        return _counted(shape, text)
+    return shape
+
+
+def _counted(shape: ModelShape, config: Any) -> ModelShape:
+    """The shape with the weights of a model of transformers. Tables of embeddings are multiplied with nothing, and of
+    experts a token is multiplied with those that are active."""
+    from transformers import AutoModel  # optional
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(deepcopy(config), trust_remote_code=False, attn_implementation="eager")
+    tables = {id(p) for x in model.modules() if isinstance(x, nn.Embedding) for p in x.parameters(recurse=False)}
+    layer = _layer_of(config)
+    experts, active = _size(layer, "experts") or 1, _size(layer, "active_experts") or 1
+    weights, idle, stored = 0, 0.0, -shape.head_weights - shape.width
+    for name, p in model.named_parameters():
+        stored += p.numel()
+        if p.ndim > 1 and id(p) not in tables:
+            weights += p.numel()
+            routed = ("experts" in name and "shared" not in name) or (p.ndim == 3 and len(p) == experts)
+            idle += p.numel() * (1 - active / experts) if routed else 0
+    weights, stored = (round(x / shape.layers) for x in (weights - idle, stored))
+    if (weights, stored) == (shape.layer_weights, shape.stored_layer_weights):
+        return shape
+    return replace(shape, weights=weights, stored_weights=stored)
+
+
 def configuration(model: Any) -> Any:
-    """The configuration under a path or a name; anything else as it is. The contents of a config.json without types of
-    layers are completed by transformers, if that is installed."""
+    """The configuration under a path or a name; anything else as it is. The contents of a config.json are completed by
+    transformers, if that is installed."""
     if isinstance(model, Mapping):
         return _completed(model)
     if not isinstance(model, (str, Path)):
@@ -490,14 +549,19 @@ def configuration(model: Any) -> Any:
 
 
 def _completed(config: Mapping[str, Any]) -> Any:
-    """The contents of a config.json with what it leaves out as the default of its model (the types of layers, or a tied
-    embedding), by transformers; the contents alone if there are no windows or chunks, or no such model."""
-    text = config.get("text_config") or config
-    partial = isinstance(text, Mapping) and "hidden_size" in text and not text.get("layer_types")
-    if not (partial and config.get("model_type") and any(text.get(name) for name in ("sliding_window", CHUNK))):
+    """The contents of a config.json with what it leaves out as the default of its model (types of layers, experts, or a
+    tied embedding), by transformers; the contents alone if there is no such model."""
+    if not config.get("model_type"):
         return config
     with suppress(Exception):  # no transformers, or a model or a configuration that this version does not know
         from transformers import AutoConfig  # optional
 
-        return type(AutoConfig.for_model(config["model_type"])).from_dict(deepcopy(dict(config)))
+        return type(AutoConfig.for_model(config["model_type"])).from_dict(_decoded(config))
     return config
+
+
+def _decoded(x: Any) -> Any:
+    """A copy with the infinite numbers that transformers writes into files as ``{"__float__": "Infinity"}``."""
+    if isinstance(x, Mapping):
+        return float(x["__float__"]) if "__float__" in x else {name: _decoded(value) for name, value in x.items()}
+    return [_decoded(value) for value in x] if isinstance(x, list) else deepcopy(x)

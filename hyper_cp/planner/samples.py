@@ -8,7 +8,7 @@ from ..data.dynamic import CostModel
 from ..mesh.arguments import check_int
 from . import plan
 from .cluster import Cluster, cluster_of, with_measurements
-from .model import configuration, model_shape
+from .model import counted_shape
 from .timeline import BACKWARD
 
 
@@ -55,8 +55,7 @@ def cost_model(
     """
     check_int("tokens_per_rank", tokens_per_rank, "It is the budget of a micro-batch")
     check_int("degree", degree, "It is a number of ranks")
-    config = configuration(model)
-    shape, devices = model_shape(config), cluster_of(cluster)
+    shape, devices = counted_shape(model), cluster_of(cluster)
     devices = devices if measured is None else with_measurements(devices, measured)
     linear = 6.0 * (shape.layers * shape.layer_weights + shape.head_weights) / devices.flops("matmul_share")
     forward = 1 / devices.flops("forward_share")

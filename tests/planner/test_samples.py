@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hyper_cp import CostModel, DynamicContextParallel, cost_model, plan
 from hyper_cp.planner.cluster import PROFILES
-from hyper_cp.planner.model import configuration, model_shape
+from hyper_cp.planner.model import configuration, counted_shape, model_shape
 
 LLAMA: dict[str, Any] = {"layers": 32, "heads": 32, "kv_heads": 8, "width": 4096, "ffn": 14336, "vocabulary": 128256}
 
@@ -95,6 +97,75 @@ def test_sizes_of_configurations_by_other_names() -> None:
     assert model_shape(LLAMA | {"multi_query": True, "new_decoder_architecture": True}).kv_heads == 8
     with pytest.raises(TypeError, match="is an encoder-decoder"):
         model_shape(LLAMA | {"is_encoder_decoder": True})
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 199}
+MODELS: dict[str, dict[str, Any]] = {  # sizes as files of the hub name them, and experts of 96: all, active
+    "gpt2": {"vocab_size": 199, "n_embd": 64, "n_layer": 4, "n_head": 4},  # an MLP of two matrices
+    "gemma": SMALL | {"intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 16},  # tied by default
+    "ernie4_5_moe": SMALL | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96, "experts": (3, 8, 2)},
+    "hunyuan_v1_moe": SMALL | {"num_experts": 8, "moe_topk": [2] * 4, "intermediate_size": 96, "experts": (4, 8, 2)},
+    "aria_text": SMALL | {"moe_num_experts": 8, "moe_topk": 2, "intermediate_size": 96, "experts": (4, 8, 2)},
+    "granitemoe": SMALL | {"num_local_experts": 8, "intermediate_size": 96, "experts": (4, 8, 2)},
+    "gemma3n_text": SMALL | {"intermediate_size": [96] * 4, "num_kv_shared_layers": 0, "laurel_rank": 8},
+    "gemma4_text": SMALL | {"intermediate_size": 96, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_parameters_are_those_of_the_model(kind: str) -> None:
+    """All that the model has, and without tables of embeddings, vectors, and three matrices of each idle expert."""
+    hf = pytest.importorskip("transformers")
+    few = {"head_dim": 16, "pad_token_id": 0, "vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8}
+    few |= {"activation_sparsity_pattern": [0.0] * 4, "layer_types": ["full_attention"] * 4}
+    sizes = {"model_type": kind, "num_key_value_heads": 2} | few | MODELS[kind]
+    layers, experts, active = sizes.pop("experts", (0, 1, 1))
+    shape = counted_shape(sizes)
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(**sizes))
+    assert shape.tied == (model.lm_head.weight is model.get_input_embeddings().weight)
+    assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), abs=4)
+    tables = "embed_tokens", "lm_head", ".wte", ".wpe"
+    matrices = {n: p.numel() for n, p in model.named_parameters() if p.ndim > 1 and not any(x in n for x in tables)}
+    idle = layers * (experts - active) * 3 * 64 * 96
+    assert shape.layers * shape.layer_weights == pytest.approx(sum(matrices.values()) - idle, abs=4)
+    assert counted_shape(configuration(sizes)) == shape
+
+
+def test_a_head_is_tied_where_the_whole_model_says_so() -> None:
+    text = SMALL | {"tie_word_embeddings": True}
+    assert model_shape({"text_config": text}).tied
+    assert not model_shape({"text_config": text, "tie_word_embeddings": False}).tied
+    assert model_shape({"text_config": SMALL | {"tie_word_embeddings": False}, "tie_word_embeddings": True}).tied
+
+
+def test_sizes_that_differ_between_layers() -> None:
+    """Those of a layer that sees all keys, or of the first."""
+    hf = pytest.importorskip("transformers")
+    assert model_shape(hf.Gemma4Config()).head_dim == 512
+    llama = hf.LlamaConfig(**SMALL, per_layer_config={0: {"intermediate_size": 32}, 2: {"intermediate_size": 96}})
+    assert model_shape(llama).ffn == 32
+
+
+@pytest.mark.parametrize("kind", ["bamba", "jamba", "kimi_linear", "longcat_flash", "nemotron_h", "recurrent_gemma"])
+def test_a_file_has_the_sizes_of_its_configuration(kind: str, tmp_path: Path) -> None:
+    """Kinds of layers that files leave out or name otherwise, and numbers that JSON does not have."""
+    config = pytest.importorskip("transformers").AutoConfig.for_model(kind)
+    config.save_pretrained(tmp_path)
+    assert counted_shape(tmp_path) == counted_shape(config)
+
+
+def test_what_transformers_cannot_make_is_counted_by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = LLAMA | {"model_type": "no_such_model"}
+    assert counted_shape(sizes) == model_shape(sizes)
+    assert counted_shape({"model_type": "gpt2", "n_layer": 2} | LLAMA).weights == 0  # the names are ours
+    hf, sizes = pytest.importorskip("transformers"), {"n_layer": 4, "n_head": 4, "n_embd": 64, "vocab_size": 199}
+    config = hf.GPT2Config(**sizes)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert counted_shape(config) == model_shape(config)
+    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96, "model_type": "ernie4_5_moe"}
+    shape = counted_shape(SMALL | experts)
+    assert (shape.ffn, shape.stored_ffn, shape.weights) == (192, 768, 0)
 
 
 QSA = {"indexer_budget": 2048, "indexer_compress_ratio": 16, "indexer_n_heads": 4, "indexer_head_dim": 128}
