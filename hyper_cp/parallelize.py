@@ -229,10 +229,12 @@ def _found(model: nn.Module, example: Any, device_type: str) -> tuple[list[_Laye
 
 
 def _layers_of_config(model: Any) -> list[_Layer]:
-    """The attention of a model of transformers, as its configuration has it; all layers are alike."""
+    """The attention of a model of transformers, as its configuration has it: one for all layers, with numbers of heads
+    that divide those of each."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    heads = gcd(*(getattr(x, "num_attention_heads", None) or 1 for x in each))
+    kv_heads = gcd(*(getattr(x, "num_key_value_heads", None) or heads for x in each))
     try:
         shape = model_shape(config)
     except (NotImplementedError, TypeError, ValueError):

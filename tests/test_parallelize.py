@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_cp import ContextParallelHandler, parallelize
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
-from tests.harness.hf_models import make, prepare_batch
+from tests.harness.hf_causal import random_model
+from tests.harness.hf_models import InDouble, make, prepare_batch
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, named_error, on_ranks
 
@@ -283,3 +284,36 @@ def test_a_model_of_transformers(ranks: Any) -> None:
     pytest.importorskip("transformers")
     (error, text), _ = ranks(2, of_transformers)
     assert error <= 1e-12 and "prepare_model(model, mesh, style=ContextParallel(ulysses_degree=2))" in text, text
+
+
+@on_ranks
+def of_layers_with_other_heads() -> str:
+    """Eight query heads, with four key/value heads in layers with a window and two in the others."""
+    import transformers as hf
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    sizes |= {
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+    }
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+    model = random_model(hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**sizes, **types))
+    mesh, alone = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+    with redirect_stdout(io.StringIO()) as printed:
+        _, handler = parallelize(model, mesh)
+    ids = texts(1)[0]["tokens"]
+    batch = {"input_ids": ids, "labels": ids}
+    with InDouble():
+        model(**prepare_batch(handler, batch)).loss.backward()
+        alone(**batch).loss.backward()
+    pairs = zip(of_ranks(model), alone.parameters(), strict=True)
+    assert max(relative_error(a, b.grad) for a, b in pairs) <= 1e-12
+    return printed.getvalue()
+
+
+def test_layers_with_other_numbers_of_heads(ranks: Any) -> None:
+    pytest.importorskip("transformers")
+    text, _ = ranks(2, of_layers_with_other_heads)
+    assert "Ulysses over 2 adjacent ranks" in text and "8 query and 2 key/value heads" in text
