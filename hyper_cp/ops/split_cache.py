@@ -398,6 +398,7 @@ class SplitCache:
                 f"length={length} is not that of a prompt of which {ranks} ranks hold {share} positions each. Padding "
                 f"makes it longer, up to {whole}. Pass the length before padding"
             )
+        layouts.check_length(self.layout, ranks, whole, "length of the prompt on all ranks")
 
 
 def rank_and_row(resolved: ResolvedLayout, position: int) -> tuple[int, int]:

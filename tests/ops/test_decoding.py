@@ -296,6 +296,8 @@ def _wrong(what: str) -> None:
     if what == "block":
         with ContextParallelHandler(mesh, "contiguous").documents([0, 3, 8]):
             cache.fill(*share)
+    if what == "odd":
+        SplitCache(mesh, layout="balanced").fill(*(x[:, :, :3] for x in share), documents=[0, 6])
     if what == "short":
         cache.fill(*share, length=1)
     if what == "length":
@@ -351,6 +353,7 @@ WRONG = {
     "window": "window=(4, 2) of a cache reaches 2 positions to the right. New tokens are causal",
     "documents": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
     "block": "NotImplementedError: the prompt has documents that end at [[0, 3, 8]], before its 8 tokens do",
+    "odd": "length of the prompt on all ranks=6 cannot be split over 2 ranks with layout='balanced'",
     "short": "the prompt has 1 tokens, fewer than the cp mesh of 2 ranks",
     "length": "length=9 is not that of a prompt of which 2 ranks hold 4 positions each",
     "mask": "attention_mask is torch.float32 (2, 8)",
