@@ -79,8 +79,8 @@ def indexer_loss(
         q: local queries ``[B, H, S/n, D]`` of attention, as it was called with them.
         k: its local keys ``[B, Hkv, S/n, D]``; or the ``(latent, rope, weight)``, ``(latent, rope, weight, bias)`` of
             :func:`latent_attention` (then in the absorbed form: as one key head of R + Dr numbers).
-        lse: the log-sum-exp ``[B, H, S/n]`` that attention with the same ``selected`` has returned. Attention is that of
-            plain scores, without a softcap or an added bias, which p would leave out.
+        lse: the log-sum-exp ``[B, H, S/n]`` that attention with the same ``selected`` has returned, of plain scores: p
+            would leave out a softcap or an added bias.
         mesh: the cp mesh (1-D) of n ranks, as in :func:`select_keys`. None: one device. Inside a module with a
             ``ContextParallel`` style None raises, since attention without a mesh gives no log-sum-exp.
         selected: global positions ``[B, 1, S/n, k]``, as :func:`select_keys` returns them.
