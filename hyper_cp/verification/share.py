@@ -136,10 +136,16 @@ def differences(a: Tensor, b: Tensor) -> Iterator[Tensor]:
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of flattened tensors of one shape, in double precision: copies of whole logits would be large."""
+    """Parts of flattened tensors of one shape, in double precision: copies of whole logits would be large. The lowest
+    number of a dtype, by which models hide values, is infinite: all others would be equal beside it."""
     flat = [x.flatten() for x in tensors]
     for start in range(0, flat[0].numel(), PIECE):
-        yield tuple(wide(x[start : start + PIECE]) for x in flat)
+        yield tuple(_with_infinities(x[start : start + PIECE]) for x in flat)
+
+
+def _with_infinities(x: Tensor) -> Tensor:
+    most = torch.finfo(torch.float16).max if x.dtype == torch.float16 else 3.3e38
+    return torch.where(x.abs() >= most, x.sign() * torch.inf, wide(x)) if x.is_floating_point() else wide(x)
 
 
 def wide(x: Tensor) -> Tensor:
