@@ -24,7 +24,7 @@ from .handler import ContextParallelHandler
 from .mesh import batch_state
 from .mesh.arguments import check_type
 from .module import attention_calls
-from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching, is_alone
+from .module.dispatch_mode import BACKWARD, DispatchMode, current_call, differentiate, dispatching, running_alone
 from .module.guards import MIXING_CALLS, refuse_mixing_call, refuse_running_mixer
 from .module.mesh_binding import Binding
 from .module.mixers.calls import RunningMixer, route_loaded, running_mixers
@@ -418,6 +418,8 @@ class _Routing(DispatchMode):
         self.attending: set[type[nn.Module]] = set()
         """Modules that have projected something in the block and are named like attention."""
         self.calls_before = 0
+        self.around: nn.Module | None = None
+        """The model on a mesh of one rank in whose forward the block has begun."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -494,10 +496,13 @@ class _Routing(DispatchMode):
         """True if attention that is called now belongs to this block, not to an inner block or a styled module, or to a
         prepared model on a mesh of one rank."""
         running, inner = current_call(), _blocks.top  # threads of backward inherit the mode, not the stack
-        return (inner is None or inner is self) and not (running is not None and running.alive()) and not is_alone()
+        if running is not None and running.alive():
+            return False
+        alone = running_alone()
+        return (inner is None or inner is self) and (alone is None or alone is self.around)
 
     def __enter__(self) -> Any:
-        self.calls_before = batch_state.calls_of_engine
+        self.calls_before, self.around = batch_state.calls_of_engine, running_alone()
         _blocks.push(self)
         route_loaded()
         running_mixers.push(self.mixer)

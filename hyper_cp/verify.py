@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._torch.modules import accumulates
 from .data.loss import check_gradients
 from .handler import ContextParallelHandler
-from .mesh import cp_mesh
+from .mesh import batch_state, cp_mesh
 from .mesh.arguments import check_amount, check_type
 from .mesh.family import split_cp_mesh
 from .module.mesh_binding import bindings
@@ -50,8 +50,8 @@ def verify(
     The step runs twice on the model: on the cp mesh, and on every rank alone with the whole batch, where ``handler``
     has a mesh of one rank. The outputs of all modules in the order of execution, the loss, and the gradients of
     parameters and floating-point inputs must be equal. The report names the first module that differs, by how much, and
-    the usual cause where it recognises one. Afterwards gradients, buffers, frozen parameters, random numbers and hooks
-    are what they were before, also after an exception.
+    the usual cause where it recognises one. Afterwards gradients, buffers, random numbers and hooks are what they were
+    before, also after an exception.
 
     All ranks that the model communicates with make the call. Every rank needs memory for one step on the whole batch:
     use a short sequence, with documents, padding and ignored labels as in training.
@@ -91,11 +91,13 @@ def verify(
             check_amount(name, value, "It is a tolerance, with a default for each dtype if it is left out", zero=True)
     alone = split_cp_mesh(mesh, [1]).cp(1)
     runs = Runs(model, mesh, alone, batch, style, loss_fn, average=loss_fn is None or gradients == "mean")
+    calls = batch_state.calls_of_engine
     parallel = runs.parallel()
+    split = runs.handler.sequence is not None or batch_state.calls_of_engine > calls
     one = runs.whole(parallel)
     selected = [event.selection for event in one.events.values()]
     whole = bool(selected) and all(x is not None and x.kind == "same" for x in selected) and not one.unmatched
-    if whole and runs.handler.sequence is None and not bindings(model):
+    if whole and not split and not bindings(model):
         raise ValueError(
             f"loss_fn ran {type(model).__name__} on whole sequences on every rank. Both runs were the same, so there "
             "is nothing to compare. Split the batch with the third argument of loss_fn, as in "

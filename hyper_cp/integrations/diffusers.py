@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -339,6 +340,9 @@ class _Root:
     """The hooks of a transformer itself: they check its inputs, scale the gradients of its output, and add up those of
     its inputs."""
 
+    prepared: ClassVar[WeakSet[nn.Module]] = WeakSet()
+    """The transformers that are prepared: two may follow each other (Wan 2.2)."""
+
     def __init__(self, handler: ContextParallelHandler, family: _Family, gradients: str) -> None:
         self.handler, self.family, self.gradients = handler, family, gradients
         self.compared: set[str] = set()
@@ -351,6 +355,7 @@ class _Root:
         self.names = list(inspect.signature(transformer.forward).parameters)
         transformer.register_forward_pre_hook(self.before, with_kwargs=True)
         transformer.register_forward_hook(self.after)
+        self.prepared.add(transformer)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse what belongs to whole sequences, and compare the inputs of the ranks. Their gradients are those of
@@ -401,7 +406,9 @@ class _Root:
         were made by parameters whose gradients would be added up with those of the transformer."""
         if is_compiling() or self.handler.cp.key in self.compared:
             return
-        caller, own, others = type(module).__name__, {*module.parameters()}, set()
+        self.prepared.add(module)  # a copy
+        caller, others = type(module).__name__, set()
+        own = {p for transformer in _Root.prepared for p in transformer.parameters()}
         sums: dict[str, list[float]] = {}
 
         def add(name: str, x: Tensor) -> Tensor:

@@ -150,13 +150,11 @@ alone: ThreadStack[nn.Module] = ThreadStack()
 of other ranks."""
 
 
-def is_alone() -> bool:
-    """True while such a module runs in this thread."""
-    while (top := alone.top) is not None:
-        if is_compiling() or is_running(top):
-            return True
+def running_alone() -> nn.Module | None:
+    """The innermost such module that runs in this thread."""
+    while (top := alone.top) is not None and not (is_compiling() or is_running(top)):
         alone.remove(top)  # a KeyboardInterrupt ended its forward without its hooks
-    return False
+    return top
 
 
 def dispatching() -> bool:

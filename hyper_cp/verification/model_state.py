@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
-from .._torch.modes import begin_no_graph
 from .._torch.modules import buffers_of, parameters_of
 from ..module.mesh_binding import bindings
 
@@ -29,18 +27,20 @@ _ABSENT: Any = object()
 @contextmanager
 def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) -> Iterator[None]:
     """Restore a model after the block, or after an exception in it: gradients (the same objects), buffers, the
-    attributes that a forward assigns or changes, private ones too (lists, dicts, sets, tensors, generators, and tensors
-    of objects), frozen parameters, the records of its styles. Restore random number generators, too. In the block
-    gradients begin as None.
+    attributes that a forward assigns or changes (lists, dicts, sets, tensors, generators), the records of its styles.
+    Restore random number generators, too. In the block gradients begin as None.
 
     ``kept``: the block has no backward, and stands behind a forward of the model, perhaps inside of the one of FSDP's
-    root. Gradients are not touched, weights that are whole remain so, and the block writes to copies of what the
-    forward's graph may have saved: buffers, tensors, and small frozen parameters."""
+    root. What that forward has kept for later, in private attributes and in objects, is restored, too; gradients are
+    not touched, weights that are whole remain so, and the block writes to copies of what the forward's graph may have
+    saved: buffers, tensors, and small frozen parameters."""
+    units = [x for x in model.modules() if isinstance(x, FSDPModule) and not (kept and _is_whole(x))]
+    for unit in () if kept else units:  # a root is whole behind a forward without backward, and its gradients apart
+        unit.reshard()
     grads = [] if kept else [(p, p.grad) for p in model.parameters()]
     averaged = any(isinstance(x, DistributedDataParallel) for x in model.modules())
     shared = [x for _, x in grads if averaged and x is not None and x.layout is torch.strided]  # views of its buckets
-    values = [(x, _local(x).clone()) for x in shared]
-    units = [x for x in model.modules() if isinstance(x, FSDPModule) and not (kept and _is_whole(x))]
+    values = [(x, x.detach().clone()) for x in shared]
     buffers = [(module, dict(buffers_of(module))) for module in model.modules()]
     attributes = [(module, _attributes(module)) for module in model.modules()]
     contents: dict[int, Callable[[], object]] = {}
@@ -50,8 +50,7 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
         plain = [x for x in found.values() if x is not None and x.layout is torch.strided and not x.is_meta]
         contents |= {id(x): partial(_restore_tensor, x, x.detach().clone()) for x in plain if id(x) not in copied}
     for _, found in attributes:
-        _keep_content([x for x in found.values() if id(x) not in copied], contents)
-    weights = _FrozenWeights(model)
+        _keep_content([x for x in found.values() if id(x) not in copied], contents, kept)
     calls = [(binding, binding.heads, binding.positions) for binding in bindings(model)]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
@@ -60,12 +59,10 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
         for p, _ in grads:
             p.grad = None
         try:
-            with weights if weights.of_storage else nullcontext():
-                yield
+            yield
         finally:
             for module, before in attributes:
-                _restore_attributes(module, before)
-            weights.restore()
+                _restore_attributes(module, before, kept)
             for module, found in buffers:
                 buffers_of(module).clear()
                 buffers_of(module).update(found)
@@ -78,7 +75,7 @@ def restore_model_state(model: nn.Module, device_type: str, kept: bool = False) 
             for p, grad in grads:
                 p.grad = grad
             for grad, value in values:
-                _restore_tensor(_local(grad), value)
+                _restore_tensor(grad, value)
             for binding, heads, positions in calls:
                 binding.heads, binding.positions = heads, positions
             random.setstate(python)
@@ -110,60 +107,6 @@ def _small_frozen(module: nn.Module) -> dict[str, Any]:
     }
 
 
-class _FrozenWeights(TorchFunctionMode):
-    """Keeps the values of a frozen parameter before the first call that writes to it (a teacher that follows its
-    student, a codebook), while it is entered. Large models have many that nobody writes to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        flat = any(isinstance(x, FullyShardedDataParallel) for x in model.modules())  # which moves all of them itself
-        frozen = [] if flat else [p for p in model.parameters() if not p.requires_grad]
-        self.of_storage = {at: p for p in frozen if (at := _storage(p))}
-        self.before: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        written = [kwargs.get("out"), *(args[:1] if _writes(func, kwargs) else ())]
-        for x in [y for w in written for y in (w if isinstance(w, (list, tuple)) else [w]) if isinstance(y, Tensor)]:
-            at = _storage(x)
-            if at in self.of_storage and at not in self.before:
-                p = self.of_storage[at]
-                self.before[at] = p, _local(p), _local(p).clone()
-        return func(*args, **kwargs)
-
-    def restore(self) -> None:
-        for p, memory, content in self.before.values():
-            if _storage(p) != _storage(memory):  # by p.data = ...
-                p.data = memory
-            _restore_tensor(memory, content)
-
-
-begin_no_graph(_FrozenWeights)
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """True for a call that writes to its first argument."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i") or getattr(func, "__self__", None) is Tensor.data
-    return (name.endswith("_") and name not in ("requires_grad_", "detach_")) or bool(kwargs.get("inplace"))
-
-
-def _local(x: Tensor) -> Tensor:
-    """The memory of a tensor on this rank."""
-    return (x.to_local() if isinstance(x, DTensor) else x).detach()
-
-
-def _storage(x: Tensor) -> int:
-    """The address of a tensor's memory; 0 if it has none."""
-    with suppress(RuntimeError):  # of a tensor in a transform of functions, or of several tensors
-        x = _local(x)
-        return x.untyped_storage().data_ptr() if x.layout is torch.strided and not x.is_meta else 0
-    return 0
-
-
 def _owns_storage(x: Tensor) -> bool:
     """True for a tensor that is all there, and no view."""
     return x.layout is torch.strided and not x.is_meta and x.untyped_storage().nbytes() == x.numel() * x.itemsize
@@ -183,28 +126,22 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 _OF_TORCH = {*vars(nn.Module())}
 
 
-def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
-    """Restore attributes; but a private one that a library has made in a forward, and looks for in the next, stays."""
+def _restore_attributes(module: nn.Module, before: dict[str, Any], private: bool) -> None:
+    """Restore attributes; unless ``private``, of private ones numbers only, since libraries keep there what they have
+    made in a forward."""
     now = _attributes(module)
-    for name, value in now.items():
-        if name not in before and not (name.startswith("_") and _is_of_library(value)):
+    for name in now.keys() - before.keys():
+        if private or not name.startswith("_"):
             delattr(module, name)
     for name, value in before.items():
-        if name not in now and name.startswith("_") and _is_of_library(value):
-            continue
-        if now.get(name, _ABSENT) is not value:
+        restored = private or not name.startswith("_") or type(value) in (int, float)
+        if restored and now.get(name, _ABSENT) is not value:
             vars(module)[name] = value
 
 
-def _is_of_library(x: Any) -> bool:
-    """True for marks ("hooks are installed"), handles of hooks, and others that are no data of a forward."""
-    data = isinstance(x, (int, float, Tensor, np.ndarray, tuple, *_CONTAINERS)) and not isinstance(x, bool)
-    return not data and not _is_of_user(x)
-
-
-def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]]) -> None:
-    """Add what restores the content of an attribute: of a container also that of its elements, and of an object that
-    of its attributes. (Views, as of FSDP's flat parameters, are left to who has made them, and large containers, as
+def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]], objects: bool) -> None:
+    """Add what restores the content of an attribute: of a container also that of its elements, and of ``objects`` that
+    of their attributes. (Views, as of FSDP's flat parameters, are left to who has made them, and large containers, as
     of a vocabulary, as they are.)"""
     waiting = [attribute]
     while waiting:
@@ -227,7 +164,7 @@ def _keep_content(attribute: Any, kept: dict[int, Callable[[], object]]) -> None
         elif (type(x) in _CONTAINERS or (isinstance(x, _CONTAINERS) and _is_of_user(x))) and len(x) <= _MOST_ELEMENTS:
             kept[id(x)] = partial(_restore_container, x, copy.copy(x))
             waiting += x.values() if isinstance(x, dict) else x
-        elif len(kept) < _MOST_ELEMENTS and _is_of_user(x) and isinstance(own := _vars(x), dict):
+        elif objects and len(kept) < _MOST_ELEMENTS and _is_of_user(x) and isinstance(own := _vars(x), dict):
             found = {name: y for name, y in own.items() if _holds_tensors(y)}  # others may be those of other threads
             kept[id(x)] = partial(own.update, found)
             waiting += [y for y in own.values() if not isinstance(y, (Tensor, tuple, *_CONTAINERS))]

@@ -102,13 +102,16 @@ def test_gradients_of_inputs_are_those_of_the_whole_image(ranks: Any, gradients_
 
 @on_ranks
 def trained_in_front() -> list[str]:
-    """The warnings of a model whose prompts come from a trained layer, with ``gradients="sum"``."""
+    """The warnings of a model whose prompts come from a trained layer, with ``gradients="sum"``, and of one whose image
+    is what another one has made."""
     _, model, inputs = pair(FLUX)
+    _, other, _ = pair(FLUX)
     layer = nn.Linear(*[inputs["encoder_hidden_states"].shape[-1]] * 2, dtype=torch.float64)
     with InDouble(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
             model(**{**inputs, "encoder_hidden_states": layer(inputs["encoder_hidden_states"])})
+        other(**{**inputs, "hidden_states": model(**inputs).sample})
     return [str(x.message) for x in said if "in front of it" in str(x.message)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -343,11 +344,25 @@ def beside_a_block(kind: str) -> tuple[list[int], list[float]]:
         with context_parallel_mesh(model, one):
             errors.append(absolute_error(model(ids, use_cache=False).logits, want))
     errors += [absolute_error(x, y) for x, y in zip(gradients_of(other), gradients_of(alone), strict=True)]
+    whole = torch.randn(1, 2, 32, 8, generator=torch.Generator().manual_seed(0))
+    part = dist.get_rank() * 16
+
+    def inside(module: nn.Module, args: Any, output: Any) -> None:
+        share = whole.clone()
+        with context_parallel(mesh, buffers=[share], buffer_seq_dims=[2], layout="contiguous"):
+            found = F.scaled_dot_product_attention(share, share, share)
+        right = F.scaled_dot_product_attention(whole, whole, whole)[:, :, part : part + 16]
+        errors.append(absolute_error(found, right))
+
+    other.get_input_embeddings().register_forward_hook(inside)
+    with torch.no_grad():
+        other(ids, use_cache=False)
     return warned, errors
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2", "falcon_h1"])
 def test_a_model_of_one_rank_is_left_alone_by_a_block_of_several(ranks: Any, kind: str) -> None:
-    """Its attention met the keys of other batches, and the comparison in the block warned of a model that is right."""
+    """Its attention met the keys of other batches, and the comparison in the block warned of a model that is right. A
+    block that begins within its forward has several ranks."""
     for warned, errors in ranks(2, beside_a_block, kind):
         assert warned == [0] and max(errors) <= 1e-5, (warned, errors)

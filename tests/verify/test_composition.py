@@ -240,7 +240,8 @@ def test_gradients_of_ddp_remain(view: bool, ranks: Any) -> None:
 
 @on_ranks
 def in_an_accumulation() -> tuple[dict[str, str], bool]:
-    """Errors of verify in accumulations, and True if the gradient of two batches is the sum of theirs afterwards."""
+    """Errors of verify in accumulations, and True if the gradient of two batches is the sum of theirs afterwards, also
+    behind an evaluation."""
     mesh, found, grads = cp_mesh(), {}, []
 
     def refused(name: str, model: nn.Module) -> None:
@@ -260,11 +261,14 @@ def in_an_accumulation() -> tuple[dict[str, str], bool]:
             refused("module '' of FSDPPlanted", model)  # the gradients of the first batch wait to be reduced
         planted.loss_fn(model, planted.whole_batch(length=18), handler).backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])
+    with torch.no_grad():  # the root is whole behind an evaluation
+        planted.loss_fn(model, planted.whole_batch(), handler)
     assert verify(model, mesh, planted.whole_batch(), loss_fn=planted.loss_fn).ok
+    grads.append([p.grad.full_tensor() for p in model.parameters()])
     model = nn.parallel.DistributedDataParallel(planted.styled(mesh))
     with model.no_sync():
         refused("DistributedDataParallel", model)
-    return found, all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    return found, all(torch.equal(a, x) for a, *others in zip(*grads, strict=True) for x in others)
 
 
 def test_an_accumulation_is_not_disturbed(ranks: Any) -> None:
