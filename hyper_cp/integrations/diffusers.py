@@ -39,7 +39,7 @@ from ..handler import ContextParallelHandler
 from ..module.attention_calls import AttentionRequest
 from ..module.dispatch_mode import current_call
 from ..module.mesh_binding import binding_of, bindings
-from ..module.model import compare_weights_again
+from ..module.model import KnownModules
 from ..schedule.documents import documents_table
 from ..style import ContextParallel, styled_modules
 from .adapters import check_adapters
@@ -347,8 +347,8 @@ class _Root:
         self.handler, self.family, self.gradients = handler, family, gradients
         self.compared: set[str] = set()
         """The keys of the meshes whose ranks have compared their inputs."""
-        self.parameters: list[str] = []
-        """The names of the parameters when the ranks' weights were compared."""
+        self.known, self.added = KnownModules(), False
+        """The modules in the last forward, and True if there are others that were not checked."""
 
     def attach(self, transformer: nn.Module) -> None:
         """Register the hooks."""
@@ -390,16 +390,14 @@ class _Root:
         return with_whole_gradient(x, self.handler.mesh, mean=mean) if x.requires_grad else x
 
     def compare_adapters(self, module: nn.Module) -> None:
-        """Let the ranks compare their weights again, if the model has other parameters than in its last forward:
-        adapters are drawn at random."""
+        """Let the ranks compare their weights again, if the model has other modules than in its last forward: adapters
+        are drawn at random."""
         if is_compiling():
             return
-        names = [name for name, _ in module.named_parameters()]
-        for found in bindings(module) if self.parameters not in ([], names) else ():
-            compare_weights_again(found)
-        if self.parameters != names:
+        self.added |= self.known.has_new(module, bindings(module))
+        if self.added:
             check_adapters(module)
-        self.parameters = names
+            self.added = False
 
     def compare(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once. Warn if they

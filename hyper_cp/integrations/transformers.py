@@ -41,7 +41,7 @@ from ..mesh.arguments import check_type
 from ..module.guards import watch
 from ..module.mesh_binding import Binding, StyledMesh, binding_of, describe
 from ..module.mixers.hooks import MixerHooks
-from ..module.model import begin_call, compare_weights_again
+from ..module.model import KnownModules, begin_call
 from ..ops.writes import writes
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
@@ -503,8 +503,8 @@ class DecoderHook:
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
         self.few = FewTokens(self.binding)
         self.additions_checked = False
-        self.size = 0
-        """The number of modules of the decoder in its last forward."""
+        self.known, self.added = KnownModules(), False
+        """The modules of the model in its last forward, and True if there are others that were not checked."""
         self.own: list[nn.Module] = []
         """Attention modules of users, which have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
@@ -565,9 +565,8 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        size = len([*module.modules()])
-        if self.size not in (0, size):  # adapters, with weights of their own
-            compare_weights_again(self.binding)
+        around = self.around()
+        self.added |= self.known.has_new(module if around is None else around, [self.binding])
         mesh, documents, offered = begin_call(
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
@@ -579,7 +578,6 @@ class DecoderHook:
         if ready is not None and ready.media is not None:
             check_inputs(module, ready.media.entries)  # type: ignore[arg-type]
         given, losses = take_documents(kwargs), collecting()
-        around = self.around()
         if around is not None and not is_running(around):  # a KeyboardInterrupt ended its forward without its hooks
             self.given_positions, self.made_mask = None, False
         of_caller, self.given_positions = self.given_positions, None
@@ -605,9 +603,9 @@ class DecoderHook:
             self._refuse(args, kwargs)
             if mesh.parallel:
                 check_dropped_layers(self.dropping)
-            if self.size != size:
+            if self.added:
                 check_adapters(module)  # also those that are added to a model that has run
-                self.size = size
+                self.added = False
             if not self.additions_checked:
                 # What was put into the model since it was prepared.
                 check_own_forwards(module, eager=False)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -132,11 +133,26 @@ def compare_model_across_ranks(binding: Binding, module: nn.Module, mesh: Styled
     binding.compared.add(cp.agreement)
 
 
-def compare_weights_again(binding: Binding) -> None:
-    """Let the next call compare the weights once more: the model has other modules than when the ranks compared it."""
-    binding.compared.clear()
-    if binding.place is not None:
-        binding.place[1].compared.clear()
+class KnownModules:
+    """The modules that a model had in its calls so far: adapters may be added to one that has run."""
+
+    def __init__(self) -> None:
+        self._seen: WeakSet[nn.Module] = WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KnownModules:
+        return KnownModules()
+
+    def has_new(self, root: nn.Module, found: Iterable[Binding]) -> bool:
+        """True if the model has modules that it did not have in its last call. The next call of the bindings compares
+        the weights of the ranks once more, if some of these modules have weights."""
+        new = [x for x in root.modules() if x not in self._seen]
+        again = len(self._seen) > 0 and any(next(x.parameters(False), None) is not None for x in new)
+        self._seen.update(new)
+        for binding in found if again else ():
+            binding.compared.clear()
+            if binding.place is not None:
+                binding.place[1].compared.clear()
+        return bool(new)
 
 
 def _refuse_zero3(model: Model) -> None:

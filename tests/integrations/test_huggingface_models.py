@@ -474,23 +474,29 @@ def test_adapters_of_a_model_that_has_run_are_checked(ranks: Any, further: bool)
 
 
 @on_ranks
-def other_adapters_of_a_model_that_has_run() -> list[str]:
-    """The errors of forwards behind a first one, with adapters whose weights each rank has drawn for itself."""
+def other_adapters_of_a_model_that_has_run(which: str) -> list[str]:
+    """The errors of forwards behind a first one, with adapters whose weights each rank has drawn for itself: of layers,
+    of the head, or of layers again, in place of other ones."""
     import peft
 
     made, handler = prepared(make("llama"), ulysses_degree=1)
-    batch, task = batch_of(24), {"target_modules": ["q_proj"], "r": 2, "task_type": "CAUSAL_LM"}
+    batch, task = batch_of(24), {"r": 2, "task_type": "CAUSAL_LM"}
+    task["target_modules"] = ["lm_head" if which == "head" else "q_proj"]
+    if which == "again":
+        made = peft.get_peft_model(made, peft.LoraConfig(**task)).double()
     with torch.no_grad():
         made(**prepare_batch(handler, batch))
+    made = made.unload() if which == "again" else made
     handler.seed_dropout(1234)
     made = peft.get_peft_model(made, peft.LoraConfig(**task)).double()
     return [error_of(lambda: made(**prepare_batch(handler, batch))) for _ in range(2)]
 
 
-def test_adapters_of_a_model_that_has_run_are_compared_between_ranks(ranks: Any) -> None:
+@pytest.mark.parametrize("which", ["layers", "head", "again"])
+def test_adapters_of_a_model_that_has_run_are_compared_between_ranks(ranks: Any, which: str) -> None:
     """The weights were compared in its first forward only: ranks trained adapters that began unlike."""
     pytest.importorskip("peft")
-    for errors in ranks(2, other_adapters_of_a_model_that_has_run):
+    for errors in ranks(2, other_adapters_of_a_model_that_has_run, which):
         assert all("different weights" in x and "lora_A" in x for x in errors), errors
 
 

@@ -500,11 +500,9 @@ def _one_device(
     if (blocks := options.get("block_indices")) is not None and state.implementation in ("eager", "sdpa"):
         given = key.shape[2], query.dtype, query.device, options["position_ids"].expand(len(query), -1)
         mask = cast(Any, module).indexer.build_block_mask(blocks, mask, *given)
-    if not is_compiling():  # a recompute by a checkpoint runs the layers only
-        alone.push(module)
+    alone.push(module)  # a recompute by a checkpoint runs the layers only
     try:
         found: tuple[Tensor, Any] = attend(module, query, key, value, mask, **options)
     finally:
-        if not is_compiling():
-            alone.remove(module)
+        alone.remove(module)
     return found
