@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,12 @@ from ..ops.config import Call, Mode
 from ..ops.latents import expand
 from .latent_weight import NO_WEIGHT, is_read, latents_and_weight, say_heads_travel
 from .replaced import conditions, name_of
+
+_MOVES = re.compile(
+    "View|Reshape|Split|Slice|Transpose|^TBackward|Permute|Movedim|queeze|Select|Narrow|Unbind|Expand|Repeat|Clone|Copy|Cat"
+    "|Stack|Pad|Alias|Strided|TorchTensor|Redistribute|Hook|RegisterPostBackward"
+)
+"""Names of functions in a graph of autograd that move numbers, or cast them."""
 
 
 class LatentLayer:
@@ -159,25 +166,36 @@ class LatentLayer:
         self, cp: CPMesh, sources: list[Tensor | None], k: Tensor, v: Tensor, plain: int, made: Any
     ) -> bool:
         """Raise ``ValueError`` on every rank if keys or values depend on parameters beside those of the layer and of
-        the latents. False: the graph of autograd does not tell these from the rotary part's."""
+        the latents. False: the graph of autograd does not tell these from the rotary part's, or has a function that may
+        change keys in a later call (a clamp)."""
         parts = joined(k, plain)
         content, rope = (k.grad_fn, None) if parts is None else parts
         other: list[Tensor] = []
+        between: set[str] = set()
+
+        def is_made(node: Any) -> bool:
+            if node is not made and not _MOVES.search(node.name()):
+                between.add(node.name())
+            return node is made
 
         def verdicts() -> list[bool]:
             edges = [get_gradient_edge(x).node for x in sources if x is not None and x.requires_grad]
             # Walks to the embeddings in rare cases only: in the others nothing is left beside the layer's output.
-            found = [*leaves_of([content, v.grad_fn], lambda node: node is made)]
+            found = [*leaves_of([v.grad_fn, *([] if parts is None else [content])], is_made)]
+            if found or made is None:
+                between.clear()  # adapters of the layer, say
+            found += leaves_of([content] if parts is None else [], lambda node: node is made)
             of_heads = [*leaves_of([rope], lambda node: broadcasts(node, k.shape[1]))] if self.shared else []
             known = {id(x) for x in leaves_of(edges)} if found or of_heads else set()
             other.extend(x for x in found if id(x) not in known)
             own = any(id(x) not in known for x in of_heads)
-            mine = torch.tensor([bool(other), bool(other) and parts is None, own], dtype=torch.uint8, device=k.device)
+            unclear = bool(between) or (bool(other) and parts is None)
+            mine = torch.tensor([bool(other), unclear, own], dtype=torch.uint8, device=k.device)
             all_ranks: list[bool] = gather_ranks(cp.flat, mine).amax(0).bool().tolist()
             return all_ranks
 
         depends, unclear, own = unseen(verdicts, k.device)
-        names = ", ".join(name_of(self.module, x) for x in other) or "a parameter on another rank"
+        names = ", ".join([*sorted(between), *(name_of(self.module, x) for x in other)]) or "something on another rank"
         if unclear:
             self.unclear = True
             say_heads_travel(self.owner, self.name, f"may not be all that makes keys of latents ({names})")

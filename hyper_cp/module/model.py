@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .._torch import checkpoint
 from .._torch.compiling import is_compiling
 from .._torch.modes import unseen
-from .._torch.modules import averaging_ranks, running_modules
+from .._torch.modules import averaging_ranks, parameters_of, running_modules
 from ..mesh.agreement import digest, digest_of_tensor
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
@@ -138,16 +138,19 @@ class KnownModules:
 
     def __init__(self) -> None:
         self._seen: WeakSet[nn.Module] = WeakSet()
+        self._weights = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KnownModules:
         return KnownModules()
 
     def has_new(self, root: nn.Module, found: Iterable[Binding]) -> bool:
-        """True if the model has modules that it did not have in its last call. The next call of the bindings compares
-        the weights of the ranks once more, if some of these modules have weights."""
-        new = [x for x in root.modules() if x not in self._seen]
-        again = len(self._seen) > 0 and any(next(x.parameters(False), None) is not None for x in new)
+        """True if the model has modules that it did not have in its last call. If it has new weights, in these or in
+        others, the next call of the bindings compares the weights of the ranks once more."""
+        modules = [*root.modules()]
+        new, weights = [x for x in modules if x not in self._seen], sum(len(parameters_of(x)) for x in modules)
+        again = len(self._seen) > 0 and (weights > self._weights or any(parameters_of(x) for x in new))
         self._seen.update(new)
+        self._weights = weights
         for binding in found if again else ():
             binding.compared.clear()
             if binding.place is not None:

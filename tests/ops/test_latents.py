@@ -656,6 +656,7 @@ class Begins(Expands):
         k = k * self.gain if part.startswith("keys") else k
         k = k + self.b(self.a(x)).unflatten(2, (case.heads, -1)).transpose(1, 2) if part == "adapter" else k
         v = v * self.gain if part == "values" else v
+        k, v = (k.clamp(-50, 50), v.clamp(-50, 50)) if part == "clamped" else (k, v)
         if "filled" in part:
             keys = k.new_empty(*k.shape[:3], case.dim)
             keys[..., :PLAIN], keys[..., PLAIN:] = k, rope
@@ -726,6 +727,9 @@ ONE, EACH, HEADS = RANK + 3, RANK + 3 * 4, 4 * (9 + 5)
         ("rotary, apart", "not reentrant", EACH),
         ("apart, filled", "", HEADS),  # the graph does not tell that its rotary part is not in the rest of the keys
         ("keys, filled", "evaluated", HEADS),
+        ("clamped", "", HEADS),  # what it leaves alone in the first call it may cut in a later one
+        ("keys", "frozen", HEADS),
+        ("values", "frozen", HEADS),
     ],
 )
 def test_parameters_beside_the_layer_are_exact(ranks: Any, part: str, how: str, numbers: int) -> None:
@@ -737,7 +741,7 @@ def test_parameters_beside_the_layer_are_exact(ranks: Any, part: str, how: str, 
 @pytest.mark.parametrize(
     ("part", "how"),
     [
-        *itertools.product(("keys", "values"), ("", "evaluated", "frozen", "reentrant")),
+        *itertools.product(("keys", "values"), ("", "evaluated", "reentrant")),
         ("adapter", "not reentrant"),
     ],
 )

@@ -78,13 +78,12 @@ class MixerHooks:
             if not is_compiling():
                 route(type(module))  # again: a cell of a notebook may have bound the functions anew
             running_mixers.push(RunningMixer(self.name, module, *found))
-        elif not is_compiling():
+        else:
             alone.push(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop routing; raise if nothing was routed."""
-        if not is_compiling():
-            alone.remove(module)
+        alone.remove(module)
         mixer = running_mixers.top
         if mixer is None or mixer.module is not module:
             return
