@@ -47,19 +47,29 @@ def _form(x: Any) -> str:
     return "one tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
+Few = dict[Any, Any]
+"""The arguments of a call by place or name, for the first tokens of this rank only."""
+
+
 def difference(
-    own: Callable[[], Any], ours: Any, arguments: Iterable[Any], module: nn.Module | None, grad: bool
+    own: Callable[[Few], Any],
+    replacement: Callable[[Few], Any],
+    few: Few,
+    arguments: Iterable[Any],
+    module: nn.Module | None,
+    grad: bool,
 ) -> str:
-    """The difference between the result that is replaced and ours, a tensor or a tuple that begins with it, for few
-    tokens; "" if there is none.
+    """The difference between the result that is replaced and that of the replacement, a tensor or a tuple that begins
+    with it, for few tokens; "" if there is none.
 
     Args:
-        own: computes what is replaced; with ``grad`` in a graph of autograd.
+        own: computes what is replaced; with ``grad`` in a graph of autograd. Gradients are then compared, too.
         arguments: those of the call: other tensors on which the result depends would get no gradient.
     """
+    ours = replacement(few)
     try:
         with torch.set_grad_enabled(grad):  # arguments need none: an output that does depends on something else
-            found = own()
+            found = own(few)
     except Exception:
         return ""  # it takes no such length, so there is nothing to compare with
     if _form(found) != _form(ours):
@@ -74,5 +84,30 @@ def difference(
     distance = (found - ours).abs().max().item()
     if distance > bar * scale:
         return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
-    # A gain of 1 or a state of 0 changes no output yet, and would never be trained.
-    return "" if leaf is None else f"its output also depends on {name_of(module, leaf)}, which is no argument"
+    if leaf is not None:  # a gain of 1 or a state of 0 changes no output yet, and would never be trained
+        return f"its output also depends on {name_of(module, leaf)}, which is no argument"
+    return _difference_of_gradients(own, replacement, few) if grad else ""
+
+
+def _difference_of_gradients(own: Callable[[Few], Any], replacement: Callable[[Few], Any], few: Few) -> str:
+    """The difference between the gradients of the arguments: a state that is detached stops those of earlier tokens."""
+
+    def gradients(function: Callable[[Few], Any]) -> list[Tensor]:
+        given = {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in few.items()}
+        leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.is_floating_point()]
+        with torch.enable_grad():
+            found = function(given)
+            out = found[0] if isinstance(found, tuple) else found
+            weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+            return [*torch.autograd.grad(out, leaves, weights, allow_unused=True, materialize_grads=True)]
+
+    try:
+        pairs = [*zip(gradients(own), gradients(replacement), strict=True)]
+    except Exception:
+        return ""  # one of them has none
+    bar = 0.2 if any(torch.finfo(x.dtype).bits == 16 for x, _ in pairs) else 1e-2
+    for x, y in pairs:
+        scale, distance = y.abs().max().item(), (x - y).abs().max().item()
+        if distance > bar * scale:
+            return f"their gradients differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
+    return ""

@@ -20,7 +20,7 @@ from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.ops import SAVE_LIST
 from tests.harness.operators import Operators
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
-from tests.harness.recurrence_oracle import convolve, recur
+from tests.harness.recurrence_oracle import convolve, recur, recur_from
 
 LENGTH, DOCUMENTS = 24, [0, 3, 13, 24]
 
@@ -302,10 +302,11 @@ def beginnings() -> dict[str, str]:
             inner.requires_grad_(False)
             inner(**given)
             inner.requires_grad_(True)
-        elif how == "evaluated":
+        elif how == "evaluated":  # weights may be loaded behind
             inner.eval()
             with torch.no_grad():
-                inner(**given)
+                if found := error_of(lambda: inner(**given)):
+                    return found
             inner.train()
         if how == "in a checkpoint":
             return error_of(lambda: checkpoint(inner, *given.values(), use_reentrant=reentrant).sum().backward())
@@ -322,3 +323,59 @@ def test_parameters_that_do_nothing_yet_are_refused(ranks: Ranks) -> None:
         assert "their outputs differ" in found.pop("dropout")
         for name, text in found.items():
             assert f"depends on {name.split()[0].strip(',')}, which is no argument" in text, (name, text)
+
+
+class Truncates(nn.Module):
+    """Backpropagation through four tokens, by a module and by a function that is called as fla's."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        state, out = v.new_zeros(len(v), *k.shape[2:], v.shape[3]), []
+        for parts in zip(*(x.split(4, 1) for x in (q, k, v, decay)), strict=True):
+            made, state = recur_from(state.detach(), *parts, None)
+            out.append(made)
+        return torch.cat(out, 1)
+
+
+def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
+    return Truncates()(scaled(q), k, v, g), None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = True
+) -> tuple[Tensor, None]:
+    """Another epsilon than fla's, which shows where norms are small."""
+    q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+    return recur(scaled(q), k, v, g, beta, None), None
+
+
+class Calls(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.gated = gated
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        if self.gated:
+            return chunk_gated_delta_rule(q, k, v, decay, decay.exp(), use_qk_l2norm_in_kernel=True)[0]
+        return chunk_simple_gla(q, k, v, decay)[0]
+
+
+@on_ranks
+def differing() -> list[str]:
+    """The errors of a module and two functions that compute nearly what replaces them."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+    q, k, v = torch.randn(3, 2, 12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    given = q, k, v, -torch.rand(2, 12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for made, kind in ((Truncates(), "linear_recurrence"), (Calls(False), None), (Calls(True), None)):
+        model = nn.ModuleDict({"inner": made})
+        options: dict[str, Any] = {} if kind is None else {"kind": kind}
+        parallelize_module(model, mesh, {"inner": RecurrentContextParallel(**options)})
+        found.append(error_of(lambda model=model: model["inner"](*given)))
+    return found
+
+
+def test_gradients_that_end_early_and_another_epsilon_are_found(ranks: Ranks) -> None:
+    """Outputs of the first call were the same."""
+    for module, function, norms in ranks(2, differing):
+        assert "ValueError: " in module and "their gradients differ by" in module
+        assert "chunk_simple_gla of its package" in function and "their gradients differ by" in function
+        assert "chunk_gated_delta_rule of its package" in norms and "their outputs differ by" in norms

@@ -21,7 +21,7 @@ from ..._torch.compiling import is_compiling
 from ..._torch.modes import unseen
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
-from ..replaced import along, conditions, difference, first_tokens
+from ..replaced import Few, along, conditions, difference, first_tokens
 from .calls import LAST, ROUTED, RunningMixer, alone, running_mixer
 from .hooks import StyledMixerHooks
 
@@ -236,7 +236,7 @@ class NamedMixerHooks(StyledMixerHooks):
         """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
         tensors, verdict = [x for x in given.values() if isinstance(x, Tensor)], ""
         if all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):  # fake tensors, say, have no values
-            grad = torch.is_grad_enabled()
+            grad = not torch.is_inference_mode_enabled()  # also without gradients: weights may be loaded
             verdict = unseen(lambda: self._difference(given, grad), tensors[0].device)
         signature = (("module", self.name), ("kind", self.named.kind))
         outcome = (("its own forward", "agrees" if not verdict else "differs"),)
@@ -252,12 +252,16 @@ class NamedMixerHooks(StyledMixerHooks):
     def _difference(self, given: dict[str, Any], grad: bool) -> str:
         """The difference between the module's own forward and the function, on one device; "" if there is none."""
         few = {name: first_tokens(x, _sequence_dim(self.named)) for name, x in given.items()}
+        replacement = functools.partial(self._computed, alone(self.name))
         try:
-            ours = self._computed(alone(self.name), few)
+            replacement(few)
         except Exception as error:  # on this rank only, perhaps: all ranks have to hear of it
             return f"the function raises {type(error).__name__} ({error})"
-        own = functools.partial(self.original, **{self.places[name]: x for name, x in few.items()})
-        return difference(own, ours, given.values(), self.module, grad)
+
+        def own(few: Few) -> Any:
+            return self.original(**{self.places[name]: x for name, x in few.items()})
+
+        return difference(own, replacement, few, given.values(), self.module, grad)
 
 
 def _sequence_dim(named: Named) -> int:
