@@ -124,8 +124,8 @@ _packed: set[str] = set()
 
 def refuse_without_gradients(name: str, what: str, outside: bool) -> None:
     """Raise ``RuntimeError`` if gradients are switched off where a module computes something over the sequence, and not
-    ``outside`` of it."""
-    if outside and not torch.is_grad_enabled():
+    ``outside`` of it, by a reentrant checkpoint. (Compiled code does not tell that from ``torch.no_grad()``.)"""
+    if outside and not torch.is_grad_enabled() and (is_compiling() or in_function_forward()):
         raise RuntimeError(
             f"{name} calls {what} with gradients switched off inside the module. A reentrant "
             "activation checkpoint there would recompute it over this rank's share. Checkpoint the whole module "

@@ -24,6 +24,7 @@ from hyper_cp.module.model import Model
 from hyper_cp.ops import gather_windows, windows
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
+from tests.harness.oracle import absolute_error
 from tests.harness.ranks import error_of, on_ranks
 from tests.harness.styled import RING1, clean, local
 
@@ -871,3 +872,33 @@ def test_plans_of_parts_guard_the_model_that_runs(ranks: Any) -> None:
         for found in ranks(2, errors_of_parts, how, True, 3):
             assert all("module 'conv' (Conv1d) convolves" in error for error in found), found
         assert ranks(2, errors_of_parts, how, False, 3) == [["", "", ""]] * 2
+
+
+class StopsGradients(nn.Module):
+    """Attention whose queries have the output of another attention call in them, without its gradient."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q + before, k, v, is_causal=True)
+
+
+@on_ranks
+def stopped_gradients() -> float:
+    """The largest error of an output and of the gradients of this rank's tokens."""
+    mesh, style = cp_mesh(), ContextParallel(2, 1, ulysses_degree=1)
+    handler, model = ContextParallelHandler(mesh, style), parallelize_module(StopsGradients(), mesh, style)
+    g = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 2, 8, 4, dtype=torch.float64, generator=g).requires_grad_() for _ in range(3)]
+    shares = [handler.dispatch(x.detach(), 2).requires_grad_() for x in whole]
+    want, got = StopsGradients()(*whole), model(*shares)
+    for out in (want, got):
+        out.square().sum().backward()
+    errors = [absolute_error(got, handler.dispatch(want, 2))]
+    errors += [absolute_error(y.grad, handler.dispatch(x.grad, 2)) for x, y in zip(whole, shares, strict=True)]
+    return max(errors)
+
+
+def test_attention_without_gradients_inside_of_a_module(ranks: Any) -> None:
+    """It was taken for a reentrant checkpoint, and refused."""
+    assert max(ranks(2, stopped_gradients)) <= 1e-10
