@@ -566,7 +566,8 @@ class ContextParallelHandler(Shares):
                 ``"mean"`` under DDP or FSDP.
 
         Returns:
-            ``[B, S/n]``, or ``[B, S]`` with ``gather``, in fp32 or fp64; 0 where a label is ``ignore_index``.
+            ``[B, S/n]``, or ``[B, S]`` with ``gather``, in fp32 or fp64; 0 where a label is ``ignore_index``, and at
+            padding of the split, as :meth:`mean_loss` leaves it out.
 
         Raises:
             ValueError, TypeError: for shapes and labels that do not fit the head, and for ``length`` or ``gradients``
@@ -583,6 +584,7 @@ class ContextParallelHandler(Shares):
             )
         if gather and length is None and not is_compiling():
             refuse_sequence_first(self, "labels", labels)
+        labels, _ = without_padding(self.cp, self.layout, labels, None, ignore_index)
         found = log_probs(hidden, labels, head, Logits(ignore_index, softcap, scale, chunk))
         if gather and length is None:
             known = self.cp.batch.length

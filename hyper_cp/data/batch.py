@@ -32,6 +32,8 @@ from .uncounted import can_hold, widened
 
 TOKENS = ("input_ids", "tokens", "inputs_embeds")
 """Entries that determine the length of the sequence, if a batch has them."""
+POSITIONS = ("position_ids", "positions", "input_pos", "pos_ids", "inputs_position")
+"""Entries that may hold the position of each token: the names of transformers, torchtitan, torchtune and MaxText."""
 SECOND = ("decoder_", "encoder_")
 """Beginnings of the names of entries that belong to the other sequence of an encoder-decoder."""
 
@@ -89,9 +91,17 @@ def batch_of(handler: Shares, table: Any) -> LocalBatch:
 
 def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
     """Raise ``ValueError`` if a batch was split in another layout, or over as many other ranks, than by ``handler``; or
-    over several, if that has one. (Attention finds out other numbers of ranks.)"""
+    over several, if that has one (attention finds out other numbers of ranks); or if it has more rows by now."""
     if is_compiling():
         return
+    ids = next((x for name in TOKENS[:2] if isinstance(x := _entry(batch, name), Tensor)), None)
+    rows = max(batch.form.rows, default=0)
+    if ids is not None and batch.ranks and rows and ids.numel() * batch.ranks > rows * batch.padded_length:
+        raise ValueError(
+            f"this batch has {ids.numel()} tokens on this rank, and its state is that of {rows} rows of "
+            f"{batch.padded_length} positions: samples were split one by one, and joined to a batch, which has the "
+            "documents and padding of the first of them only. Join samples first, and split the batch"
+        )
     if batch.ranks > 1 == handler.cp.size:
         raise ValueError(
             f"this batch was split over {batch.ranks} ranks, and the handler of this block is that of a mesh of one "
@@ -107,6 +117,10 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
             f"splits with layout={handler.layout!r} over ranks {list(own)}. Attention and losses would take its tokens "
             "for others. Split it with a handler of the model's style and mesh, and enter the block of that handler"
         )
+
+
+def _entry(batch: Any, name: str) -> Any:
+    return batch.get(name) if isinstance(batch, Mapping) else None
 
 
 def record_table(batch: LocalBatch) -> None:
@@ -313,8 +327,13 @@ class WholeBatch:
     def refuse_restarts(self) -> None:
         """Raise ``ValueError`` if positions go back at a token, as in packed documents, which nothing names: some
         models keep such documents apart, others do not. Waits for the device that holds the positions."""
-        positions, dim = self.entries.get("position_ids"), self.dims.get("position_ids")
-        if positions is None or dim is None or positions.ndim > 2:
+        for name in POSITIONS:
+            positions, dim = self.entries.get(name), self.dims.get(name)
+            if isinstance(positions, Tensor) and dim is not None and positions.ndim <= 2:
+                self._refuse_restarts(name, positions, dim)
+
+    def _refuse_restarts(self, name: str, positions: Tensor, dim: int) -> None:
+        if positions.is_floating_point() and name != "position_ids":
             return
         host = torch.atleast_2d(positions.movedim(dim, -1)).cpu()
         back = host[:, 1:] < host[:, :-1]
@@ -324,7 +343,7 @@ class WholeBatch:
             row, before = back.nonzero()[0].tolist()
             first = host[row, before + 1].item()
             raise ValueError(
-                f"position_ids[{row}] {'goes back' if first else 'returns'} to {first} at position {before + 1}, as in "
+                f"{name}[{row}] {'goes back' if first else 'returns'} to {first} at position {before + 1}, as in "
                 "packed documents. The batch does not say whether these see each other. Pass cu_seqlens or document_ids"
                 " to keep them apart (hyper_cp.hf.prepare_batch reads position_ids as transformers does), "
                 "document_ids=None if they see each other, or attention_mask if it is padding"

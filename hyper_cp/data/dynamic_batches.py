@@ -45,7 +45,8 @@ class DynamicBatches(IterableDataset[DynamicBatch]):
 
     An iteration runs from the position up to the end of the epoch, whose last batch may be smaller. The order depends
     on seed and epoch only, and positions count samples of the global batch: a run resumes at the same sample with
-    other numbers of ranks, degrees, budgets and batch sizes.
+    other numbers of ranks, degrees, budgets and batch sizes. (torchdata's ``StatefulDataLoader`` saves the position at
+    which the iteration began. Save ``batch.state``.)
 
     Args:
         dataset: anything with ``dataset[index]``; each rank reads only the samples that it runs.

@@ -248,6 +248,12 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}. Both have one value per token. Pass "
             "equal shapes"
         )
+    if losses.ndim > 2 and labels is not None and labels.is_floating_point() and labels.shape == losses.shape:
+        raise TypeError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses: probabilities of classes, it "
+            "seems. Labels are numbers of classes, and losses would be averaged as they are. Pass the losses of tokens "
+            'without labels, F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="none"), with mask='
+        )
     losses = losses if losses.dtype == torch.float64 else losses.float()
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))

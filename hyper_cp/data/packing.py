@@ -31,11 +31,12 @@ without it if the others count it, and the number of boundaries if the rest is f
 IDS = ("document_ids", "seq_idx")
 """Names under which batches hold the document of every position ``[B, S]``: ours, and that of recurrent layers."""
 _LIKE_OFFSETS = re.compile(
-    "cu_?seq|seq_?lens|packed|packing|(doc|document|sample|sub_?seq|seq|sequence)s?_?len(gth)?s$"
+    "cu_?(seq|doc|len|segment)|cumulative_(seq|len)|seq_?lens|packed|packing|(doc|document)s?_(boundaries|bounds|offsets)$"
+    "|(doc|document|sample|sub_?seq|seq|sequence|segment)s?_?len(gth)?s$"
 )
 _LIKE_IDS = re.compile(
     "((inputs|targets|encoder|decoder)_)?(doc|document|segment|seq|sequence|pack|example|sample)s?_?(id|ids|idx|index)$"
-    "|(inputs|targets)_segmentation$|attention_mask_in_length$"
+    "|segments$|(inputs|targets)_segmentation$|attention_mask_in_length$"
 )
 
 

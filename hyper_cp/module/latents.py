@@ -25,6 +25,8 @@ _MOVES = re.compile(
     "|Stack|Pad|Alias|Strided|TorchTensor|Redistribute|Hook|RegisterPostBackward"
 )
 """Names of functions in a graph of autograd that move numbers, or cast them."""
+_CUTS = re.compile("Clamp|Hardtanh|Maximum|Minimum|Where|MaskedFill|Relu|Threshold|Dropout")
+"""Names of functions that may do nothing in one call and something in the next."""
 
 
 class LatentLayer:
@@ -178,13 +180,18 @@ class LatentLayer:
                 between.add(node.name())
             return node is made
 
+        def is_made_or_cut(node: Any) -> bool:  # of keys whose rotary part is in the same graph
+            if _CUTS.search(node.name()):
+                between.add(node.name())
+            return node is made
+
         def verdicts() -> list[bool]:
             edges = [get_gradient_edge(x).node for x in sources if x is not None and x.requires_grad]
             # Walks to the embeddings in rare cases only: in the others nothing is left beside the layer's output.
             found = [*leaves_of([v.grad_fn, *([] if parts is None else [content])], is_made)]
             if found or made is None:
                 between.clear()  # adapters of the layer, say
-            found += leaves_of([content] if parts is None else [], lambda node: node is made)
+            found += leaves_of([content] if parts is None else [], is_made_or_cut)
             of_heads = [*leaves_of([rope], lambda node: broadcasts(node, k.shape[1]))] if self.shared else []
             known = {id(x) for x in leaves_of(edges)} if found or of_heads else set()
             other.extend(x for x in found if id(x) not in known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def difference(
     own: Callable[[Few], Any],
     replacement: Callable[[Few], Any],
     few: Few,
-    arguments: Iterable[Any],
+    arguments: Few,
     module: nn.Module | None,
     grad: bool,
 ) -> str:
@@ -63,8 +63,9 @@ def difference(
     with it, for few tokens; "" if there is none.
 
     Args:
-        own: computes what is replaced; with ``grad`` in a graph of autograd. Gradients are then compared, too.
-        arguments: those of the call: other tensors on which the result depends would get no gradient.
+        own: computes what is replaced; with ``grad`` in a graph of autograd.
+        arguments: those of the call: other tensors on which the result depends would get no gradient. The gradients of
+            those that require one are compared.
     """
     ours = replacement(few)
     try:
@@ -78,7 +79,7 @@ def difference(
     if found.shape != ours.shape:
         return f"it returns {tuple(found.shape)}, and the function {tuple(ours.shape)}"
     bar = 0.1 if torch.finfo(found.dtype).bits == 16 or torch.is_autocast_enabled(found.device.type) else 1e-3
-    leaf = other_leaf(found, [x for x in arguments if isinstance(x, Tensor)])
+    leaf = other_leaf(found, [x for x in arguments.values() if isinstance(x, Tensor)])
     found, ours = found.detach().double(), ours.double()
     scale = torch.maximum(found.abs().max(), ours.abs().max()).item()
     distance = (found - ours).abs().max().item()
@@ -86,15 +87,18 @@ def difference(
         return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
     if leaf is not None:  # a gain of 1 or a state of 0 changes no output yet, and would never be trained
         return f"its output also depends on {name_of(module, leaf)}, which is no argument"
-    return _difference_of_gradients(own, replacement, few) if grad else ""
+    trained = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+    return _difference_of_gradients(own, replacement, few, trained) if trained else ""
 
 
-def _difference_of_gradients(own: Callable[[Few], Any], replacement: Callable[[Few], Any], few: Few) -> str:
-    """The difference between the gradients of the arguments: a state that is detached stops those of earlier tokens."""
+def _difference_of_gradients(
+    own: Callable[[Few], Any], replacement: Callable[[Few], Any], few: Few, trained: set[Any]
+) -> str:
+    """The difference between the gradients of arguments: a state that is detached stops those of earlier tokens."""
 
     def gradients(function: Callable[[Few], Any]) -> list[Tensor]:
         given = {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in few.items()}
-        leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.is_floating_point()]
+        leaves = [x.requires_grad_() for name, x in given.items() if name in trained]
         with torch.enable_grad():
             found = function(given)
             out = found[0] if isinstance(found, tuple) else found

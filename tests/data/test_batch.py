@@ -25,7 +25,9 @@ from tests.harness.ranks import check_errors, errors_of, on_ranks
 
 LAYOUTS = ["contiguous", "head_tail"]
 LENGTHS = ["seq_lengths", "sequence_lengths", "doc_lens", "document_lengths", "sample_lens", "subseq_lengths"]
+LENGTHS += ["cu_doc_lens", "cumulative_seqlens", "segment_lens", "document_boundaries", "doc_offsets"]
 PER_TOKEN = ["segment_idx", "inputs_segmentation", "decoder_segment_ids", "example_ids", "attention_mask_in_length"]
+PER_TOKEN += ["segments"]
 """Names of packed documents in other libraries: lengths of documents, and numbers of the documents of tokens."""
 
 
@@ -539,6 +541,7 @@ def positions_that_restart(name: str) -> list[int]:
         },
         "all zero": {"position_ids": torch.zeros(2, 8, dtype=torch.long)},
         "further axes": {"position_ids": packed.expand(3, 2, -1)},
+        "positions of torchtitan": {"positions": packed.expand(2, -1)},
     }[name]
     dims = {"seq_dims": {"input_ids": 1, "position_ids": 2}} if name == "further axes" else {}
     return list(handler.get_batch_on_this_cp_rank({"input_ids": ids, **batch}, **dims)["position_ids"].shape)
@@ -553,6 +556,10 @@ def test_positions_that_go_on_or_whose_documents_are_named_are_split(ranks: Any,
 def test_positions_that_restart_in_a_batch_without_documents_are_refused(ranks: Any, name: str) -> None:
     with pytest.raises(Exception, match=r"position_ids\[1\] returns to 0 at position 3.*cu_seqlens or document_ids"):
         ranks(2, positions_that_restart, name)
+
+
+def test_positions_of_another_name_that_restart_are_refused(ranks: Any) -> None:
+    ranks.raises(2, ValueError, r"positions\[0\] returns to 0", positions_that_restart, "positions of torchtitan")
 
 
 def test_positions_that_are_counted_from_one_and_go_back_are_refused(ranks: Any) -> None:

@@ -210,6 +210,10 @@ def gathered() -> tuple[float, float]:
     padded = handler.log_probs(model(mine["ids"]), mine["shift_labels"], **how)
     found = handler.log_probs(model(mine["ids"]), mine["shift_labels"], length=13, **how)
     assert torch.equal(found, known) and torch.equal(found, padded[:, :13]) and padded.shape[1] == 16
+    other = handler.get_batch_on_this_cp_rank({"ids": ids[:, :13], "chosen": labels[:, :13]})  # padded with 0, a class
+    with handler.documents(other):
+        by_name = handler.log_probs(model(other["ids"]), other["chosen"], head=model.output, scale=0.5)
+    assert torch.equal(by_name, handler.dispatch(found, 1, pad_value=0))
     wanted = plain(model(ids), list(model.output.parameters()), labels, None, 0.5)[:, :13]
     factor = torch.linspace(1, 2, 13)
     (grad,) = torch.autograd.grad((found * factor).sum(), [model.output.weight])

@@ -817,6 +817,9 @@ def wrong() -> dict[str, str]:
             ),
             r"mask \(4,\)": lambda: handler.mean_loss(x, mask=torch.ones(4)),
             "losses is one number": lambda: handler.mean_loss(x.mean()),
+            "TypeError: labels are torch.float32 of shape .*probabilities of classes": lambda: handler.mean_loss(
+                torch.zeros(2, 4, 3), torch.ones(2, 4, 3) / 3
+            ),
             "TypeError: losses is a torch.int64": lambda: handler.mean_loss(x.long()),
             "gradients='average' is unknown.*None if nobody": lambda: handler.combine(x, gradients="average"),
         }

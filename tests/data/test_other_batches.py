@@ -302,3 +302,25 @@ def kinds_of_batches() -> dict[str, str]:
 
 def test_named_tuples_keep_their_fields_and_sparse_entries_are_refused(ranks: Any) -> None:
     check_errors(ranks(2, kinds_of_batches))
+
+
+@on_ranks
+def joined_samples() -> dict[str, str]:
+    """The error of a batch whose samples were split one by one."""
+    handler = ContextParallelHandler(cp_mesh(), "contiguous")
+    ends = ([0, 4, 12], [0, 9, 12])
+    samples = [
+        handler.get_batch_on_this_cp_rank({"input_ids": torch.arange(12), "cu_seqlens": x}, {"input_ids": 0})
+        for x in ends
+    ]
+
+    def enter() -> None:
+        with handler.documents(torch.utils.data.default_collate(samples)):
+            pass
+
+    return errors_of({"this batch has 12 tokens on this rank, and its state is that of 1 rows of 12": enter})
+
+
+def test_samples_that_are_joined_after_the_split_are_refused(ranks: Any) -> None:
+    """The joined batch had the documents of the first sample."""
+    check_errors(ranks(2, joined_samples))

@@ -336,6 +336,13 @@ class Truncates(nn.Module):
         return torch.cat(out, 1)
 
 
+class Constant(nn.Module):
+    """A decay without a gradient."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        return recur(q, k, v, decay.detach(), None, None)
+
+
 def chunk_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
     return Truncates()(scaled(q), k, v, g), None
 
@@ -361,11 +368,14 @@ class Calls(nn.Module):
 
 @on_ranks
 def differing() -> list[str]:
-    """The errors of a module and two functions that compute nearly what replaces them."""
+    """The errors of a module, and of one whose decay gets no gradient and requires none, and of two functions that
+    compute nearly what replaces them."""
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
-    q, k, v = torch.randn(3, 2, 12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    q, k, v = torch.randn(3, 2, 12, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    v.requires_grad_()
     given = q, k, v, -torch.rand(2, 12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for made, kind in ((Truncates(), "linear_recurrence"), (Calls(False), None), (Calls(True), None)):
+    of_kind = (Truncates(), Constant())
+    for made, kind in (*((x, "linear_recurrence") for x in of_kind), (Calls(False), None), (Calls(True), None)):
         model = nn.ModuleDict({"inner": made})
         options: dict[str, Any] = {} if kind is None else {"kind": kind}
         parallelize_module(model, mesh, {"inner": RecurrentContextParallel(**options)})
@@ -375,7 +385,8 @@ def differing() -> list[str]:
 
 def test_gradients_that_end_early_and_another_epsilon_are_found(ranks: Ranks) -> None:
     """Outputs of the first call were the same."""
-    for module, function, norms in ranks(2, differing):
+    for module, constant, function, norms in ranks(2, differing):
+        assert not constant
         assert "ValueError: " in module and "their gradients differ by" in module
         assert "chunk_simple_gla of its package" in function and "their gradients differ by" in function
         assert "chunk_gated_delta_rule of its package" in norms and "their outputs differ by" in norms

@@ -656,7 +656,8 @@ class Begins(Expands):
         k = k * self.gain if part.startswith("keys") else k
         k = k + self.b(self.a(x)).unflatten(2, (case.heads, -1)).transpose(1, 2) if part == "adapter" else k
         v = v * self.gain if part == "values" else v
-        k, v = (k.clamp(-50, 50), v.clamp(-50, 50)) if part == "clamped" else (k, v)
+        k = k.clamp(-50, 50) if part.startswith("clamped") else k
+        v = v.clamp(-50, 50) if part == "clamped" else v
         if "filled" in part:
             keys = k.new_empty(*k.shape[:3], case.dim)
             keys[..., :PLAIN], keys[..., PLAIN:] = k, rope
@@ -728,6 +729,8 @@ ONE, EACH, HEADS = RANK + 3, RANK + 3 * 4, 4 * (9 + 5)
         ("apart, filled", "", HEADS),  # the graph does not tell that its rotary part is not in the rest of the keys
         ("keys, filled", "evaluated", HEADS),
         ("clamped", "", HEADS),  # what it leaves alone in the first call it may cut in a later one
+        ("clamped keys", "", HEADS),
+        ("clamped, filled", "", HEADS),
         ("keys", "frozen", HEADS),
         ("values", "frozen", HEADS),
     ],

@@ -606,7 +606,8 @@ def _compare(
     grad = not torch.is_inference_mode_enabled()  # also without gradients: weights may be loaded behind this call
 
     def found() -> str:
-        few = {key: first_tokens(x, dim) for key, x in (*enumerate(args), *kwargs.items())}
+        given: Few = {**dict(enumerate(args)), **kwargs}
+        few = {key: first_tokens(x, dim) for key, x in given.items()}
 
         def called(function: Callable[..., Any], few: Few) -> Any:
             places = [x for key, x in few.items() if isinstance(key, int)]
@@ -618,10 +619,11 @@ def _compare(
         except Exception:  # the call itself will say so
             return ""
         own = functools.partial(called, original)
-        verdict = difference(own, replacement, few, tensors, mixer.module, grad)
-        if not verdict and few.get("use_qk_l2norm_in_kernel"):  # small norms show its epsilon
+        verdict = difference(own, replacement, few, given, mixer.module, grad)
+        if not verdict and few.get("use_qk_l2norm_in_kernel") and tensors[0].itemsize > 2:
+            # Small norms show its epsilon.
             few = {key: x * 1e-3 if key in (0, 1, "q", "k") else x for key, x in few.items()}
-            verdict = difference(own, replacement, few, tensors, mixer.module, grad)
+            verdict = difference(own, replacement, few, given, mixer.module, grad)
         return verdict
 
     real = all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors)  # fake tensors, say, have no values

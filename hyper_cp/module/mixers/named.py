@@ -261,7 +261,7 @@ class NamedMixerHooks(StyledMixerHooks):
         def own(few: Few) -> Any:
             return self.original(**{self.places[name]: x for name, x in few.items()})
 
-        return difference(own, replacement, few, given.values(), self.module, grad)
+        return difference(own, replacement, few, given, self.module, grad)
 
 
 def _sequence_dim(named: Named) -> int:
