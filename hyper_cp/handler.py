@@ -122,7 +122,8 @@ class ContextParallelHandler(Shares):
                 Nothing else is shifted: a mask or weights of tokens (``loss_mask``) would weigh the label of the next
                 token each. Set labels to ``ignore_index`` instead, or shift it before the split.
             ignore_index: the label of tokens that do not count, with which labels are also padded.
-            pad_values: the value with which each other entry is padded if S does not split evenly. Default: 0.
+            pad_values: the value with which each other entry is padded if S does not split evenly. Default: 0, and
+                ``ignore_index`` for integers whose name ends in ``labels`` or ``targets``.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
                 host) and raise on all ranks, with the names of the entries that differ.
             labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of

@@ -207,7 +207,7 @@ def read_batch(
     dims = {name: dim for name, dim in whole.dims.items() if not (shift_labels and name == "labels")}
     pad_values = {} if pad_values is None else pad_values
     _check_pad_values(pad_values, dims)
-    labels = [x for x in ("labels", "shift_labels") if x in whole.dims]
+    labels = [x for x in whole.dims if x in ("labels", "shift_labels") or _is_labels(x, whole.entries[x])]
     fill: dict[Any, float] = {x: ignore_index if can_hold(whole.entries[x].dtype, ignore_index) else 0 for x in labels}
     fill |= {**pad_values, "attention_mask": 1}
     if shift_labels:
@@ -235,6 +235,11 @@ def read_batch(
         return found
 
     return Unsplit(numbers, split)
+
+
+def _is_labels(name: Any, x: Tensor) -> bool:
+    """True for labels of another name, which are padded as labels are."""
+    return str(name).endswith(("labels", "targets")) and not (x.is_floating_point() or x.dtype == torch.bool)
 
 
 def _check_pad_values(pad_values: Any, dims: Mapping[Any, int]) -> None:

@@ -139,8 +139,10 @@ def _documents_of_tokens(
             "length of the sequence before it was split"
         )
     counted = torch.arange(padded, device="cpu") < torch.tensor(ends or (padded,), device="cpu")[:, None]
-    if (tokens := tokens_of(table)) is not None:  # also padding inside, which is a document for attention
-        counted = counted & tokens
+    # Also padding inside, which is a document for attention, and that of the block of documents that are given.
+    for tokens in (tokens_of(table), tokens_of(state.documents_in_block)):
+        if tokens is not None and tokens.shape[1] == padded and len(tokens) in (1, len(x)):
+            counted = counted & tokens
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
     packed = PackedDocuments([[0, padded]]) if table is None else read(table)
     rows = max(len(packed.rows), len(counted))

@@ -47,7 +47,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from ..style import ContextParallel, style_of
 from .adapters import check_adapters
-from .huggingface import forward, router_loss, sparse
+from .huggingface import forward, inkling, router_loss, selected_blocks, sparse
 from .huggingface.attention import padding_mask, register, request_masks
 from .huggingface.checks import (
     OVER_POSITIONS,
@@ -511,6 +511,8 @@ class DecoderHook:
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
         self.hides_padding = sparse.hides_padding(decoder)
+        self.adds_mask, self.selects_blocks = inkling.adds_mask(decoder), selected_blocks.selects(decoder)
+        """True where padding that sees no token has the mean of all values on one device."""
         self.cross = cross_attention(decoder)
         self.made_mask = False
         """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
@@ -691,14 +693,21 @@ class DecoderHook:
     def _check_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention; refuse a head that reads
         them all."""
-        if self.implementation != "eager" and not getattr(module.config, "alibi", False):
+        adds = self.implementation == "eager" or getattr(module.config, "alibi", False) or self.adds_mask
+        if not adds and not self.selects_blocks:
             return
         kinds = getattr(module.config, "per_layer_config", None) or [module.config]  # windows of layers may differ
         far = batch.tokens_near if sees_behind(module) else batch.tokens_back
         if far < min(getattr(config, "sliding_window", None) or NONE_BACK for config in kinds):
             return
-        adds = f"{self.binding.name} adds its mask to scores (attn_implementation='eager', or ALiBi biases), and "
+        name = self.binding.name
+        adds = f"{name} adds its mask to scores (attn_implementation='eager', ALiBi or relative biases), and "
         zeros = "On one device the mean of all values is there, under context parallelism zeros, as 'sdpa' has"
+        if self.selects_blocks:
+            adds, zeros = (
+                f"{name} selects blocks of keys, and ",
+                f"{zeros}, or in its sparse layers a mean without gradients",
+            )
         if self.reads_padding:
             raise NotImplementedError(
                 f"{adds}padding that sees no token is read, by a head or by cross-attention. "

@@ -21,7 +21,7 @@ from .latent_weight import NO_WEIGHT, is_read, latents_and_weight, say_heads_tra
 from .replaced import conditions, name_of
 
 _MOVES = re.compile(
-    "View|Reshape|Split|Slice|Transpose|^TBackward|Permute|Movedim|queeze|Select|Narrow|Unbind|Expand|Repeat|Clone|Copy|Cat"
+    "View|Reshape|Split|Slice|Transpose|^TBackward|Permute|Movedim|queeze|Select|Index|Narrow|Unbind|Expand|Repeat|Clone|Copy|Cat"
     "|Stack|Pad|Alias|Strided|TorchTensor|Redistribute|Hook|RegisterPostBackward"
 )
 """Names of functions in a graph of autograd that move numbers, or cast them."""

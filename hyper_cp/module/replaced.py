@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ def along(x: Any) -> bool:
 
 
 def first_tokens(x: Any, dim: int) -> Any:
-    """An argument for the first tokens of this rank only, without its graph."""
+    """A copy of an argument for the first tokens of this rank only, without its graph."""
     if not isinstance(x, Tensor):
         return x
-    return (x.narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if along(x) else x).detach()
+    few = x.narrow(dim % x.ndim, 0, min(COMPARED, x.shape[dim])) if along(x) else x
+    return few.detach().clone()  # what is compared may write to it
 
 
 def _form(x: Any) -> str:
@@ -68,10 +70,12 @@ def difference(
             those that require one are compared.
     """
     ours = replacement(few)
-    try:
-        with torch.set_grad_enabled(grad):  # arguments need none: an output that does depends on something else
-            found = own(few)
-    except Exception:
+    found = None
+    for enabled in {grad: None, False: None}:  # some functions run without gradients only
+        with suppress(Exception), torch.set_grad_enabled(enabled):
+            found = own(few)  # arguments need no gradient: an output that does depends on something else
+            break
+    if found is None:
         return ""  # it takes no such length, so there is nothing to compare with
     if _form(found) != _form(ours):
         return f"it returns {_form(found)}, and the function {_form(ours)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -497,18 +498,24 @@ def counted_shape(model: Any) -> ModelShape:
     return shape
 
 
+_TOWERS = re.compile(r"(^|\.)(vision|visual|image|audio|speech)\w*\.")
+"""Names of encoders of images and sounds in a decoder whose configuration has no part of its own for text."""
+
+
 def _counted(shape: ModelShape, config: Any) -> ModelShape:
     """The shape with the weights of a model of transformers. Tables of embeddings are multiplied with nothing, and of
     experts a token is multiplied with those that are active."""
     from transformers import AutoModel  # optional
 
-    with torch.device("meta"):
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # some models draw numbers on the CPU all the same
         model = AutoModel.from_config(deepcopy(config), trust_remote_code=False, attn_implementation="eager")
     tables = {id(p) for x in model.modules() if isinstance(x, nn.Embedding) for p in x.parameters(recurse=False)}
     layer = _layer_of(config)
     experts, active = _size(layer, "experts") or 1, _size(layer, "active_experts") or 1
     weights, idle, stored = 0, 0.0, -shape.head_weights - shape.width
     for name, p in model.named_parameters():
+        if _TOWERS.search(name):
+            continue
         stored += p.numel()
         if p.ndim > 1 and id(p) not in tables:
             weights += p.numel()

@@ -132,18 +132,20 @@ def _loss(losses: Sequence[Sequence[Any]], tolerance: Tolerance) -> tuple[Compar
 
 def _internal(modules: Sequence[Sequence[Comparison]], outer: dict[Call, Call]) -> set[Any]:
     """The keys of tensors that differ inside a call whose output is equal on all ranks: the difference is gone. (One
-    number, such as the loss that a model returns, tells little of what is inside.)"""
+    number, such as the loss that a model returns, tells little of what is inside, but for other numbers.)"""
     outputs: dict[Call, list[str]] = {}
+    large: set[Call] = set()
     for row in (row for rows in modules for row in rows if row.kind == "output" and row.status != SKIPPED):
-        if prod(row.shape) > 1:
-            outputs.setdefault((row.name, row.number), []).append(row.status)
+        outputs.setdefault((row.name, row.number), []).append(row.status)
+        large |= {(row.name, row.number)} if prod(row.shape) > 1 else set()
     equal = {call for call, statuses in outputs.items() if all(s == EQUAL for s in statuses)}
     found = set()
     for row in (row for rows in modules for row in rows):
         call: Call | None = (row.name, row.number)
         if row.kind == "output":
             call = outer.get((row.name, row.number))
-        while call is not None and call not in equal:
+        tell = equal & large if prod(row.shape) > 1 else equal
+        while call is not None and call not in tell:
             call = outer.get(call)
         if call is not None:
             found.add(row.key)

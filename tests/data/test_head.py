@@ -211,6 +211,8 @@ def gathered() -> tuple[float, float]:
     found = handler.log_probs(model(mine["ids"]), mine["shift_labels"], length=13, **how)
     assert torch.equal(found, known) and torch.equal(found, padded[:, :13]) and padded.shape[1] == 16
     other = handler.get_batch_on_this_cp_rank({"ids": ids[:, :13], "chosen": labels[:, :13]})  # padded with 0, a class
+    named = handler.get_batch_on_this_cp_rank({"ids": ids[:, :13], "chosen_labels": labels[:, :13]})
+    assert torch.equal(named["chosen_labels"], mine["shift_labels"])
     with handler.documents(other):
         by_name = handler.log_probs(model(other["ids"]), other["chosen"], head=model.output, scale=0.5)
     assert torch.equal(by_name, handler.dispatch(found, 1, pad_value=0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import warnings
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -90,6 +91,25 @@ def windows() -> dict[str, float]:
 def test_the_mask_of_a_model_decides_its_window(ranks: Any) -> None:
     for found in ranks(2, windows):
         assert len(found) == 4 and max(found.values()) <= 1e-10, found
+
+
+@on_ranks
+def padding_that_predicts(kind: str) -> list[int]:
+    """Warnings of rows with padding before their tokens, whose first label counts, and of rows where it does not."""
+    (model, handler), batch, found = prepared(tiny_causal(kind), ulysses_degree=1), batch_of(24, padded=True), []
+    for label in (batch["input_ids"][0, 6].item(), -100):
+        batch["labels"][0, 6] = label
+        with InDouble(), warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            model(**prepare_batch(handler, batch))
+        found.append(sum("labels count at padding that sees no token" in str(x.message) for x in caught))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["inkling_text", "minimax_m3_vl_text"])
+def test_padding_that_predicts_is_warned_of_where_it_has_means(ranks: Any, kind: str) -> None:
+    """Gradients were up to 100 % off: padding that sees no token has the mean of all values on one device."""
+    assert ranks(2, padding_that_predicts, kind) == [[1, 0]] * 2
 
 
 @on_ranks

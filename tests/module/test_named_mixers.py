@@ -390,3 +390,27 @@ def test_gradients_that_end_early_and_another_epsilon_are_found(ranks: Ranks) ->
         assert "ValueError: " in module and "their gradients differ by" in module
         assert "chunk_simple_gla of its package" in function and "their gradients differ by" in function
         assert "chunk_gated_delta_rule of its package" in norms and "their outputs differ by" in norms
+
+
+class Writes(nn.Module):
+    """It scales its queries in place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        return recur(q.mul_(0.5), k, v, decay, None, None)
+
+
+@on_ranks
+def written() -> bool:
+    """True if what the forward is called with is as it was before, behind the comparison of the first call."""
+    model = nn.ModuleDict({"inner": Writes()})
+    given = [torch.ones(1, 4, 1, 2, dtype=torch.float64) for _ in range(3)], -torch.ones(1, 4, 1, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    style = RecurrentContextParallel(kind="chunk_simple_gla", arguments={"g": "decay"}, options={"scale": 0.5})
+    parallelize_module(model, mesh, {"inner": style})
+    model["inner"](*given[0], given[1])
+    return bool((given[0][0] == 1).all())
+
+
+def test_the_comparison_works_on_copies(ranks: Ranks) -> None:
+    """The first tokens were scaled twice in the first call."""
+    assert ranks(2, written) == [True, True]

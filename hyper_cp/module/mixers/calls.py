@@ -624,6 +624,7 @@ def _compare(
             # Small norms show its epsilon.
             few = {key: x * 1e-3 if key in (0, 1, "q", "k") else x for key, x in few.items()}
             verdict = difference(own, replacement, few, given, mixer.module, grad)
+            verdict = verdict and f"with queries and keys of small norm (fla adds 1e-6 to its square) {verdict}"
         return verdict
 
     real = all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors)  # fake tensors, say, have no values
