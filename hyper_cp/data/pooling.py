@@ -12,7 +12,7 @@ from torch import Tensor
 from ..mesh.arguments import check_choice, check_type
 from ..mesh.failures import calling
 from ..schedule import layout as layouts
-from ..schedule.documents import PackedDocuments, documents_table, read, tokens_of
+from ..schedule.documents import PackedDocuments, documents_table, packed_of, read, tokens_of
 from .collectives import by_rank, with_gradient_of
 from .loss import ADDED, adds_to_logits
 from .sharding import Shares, documents_for, gradient_factor, pads_to, resolve_layout
@@ -109,6 +109,16 @@ def _check(x: Any, reduce: Any, mask: Any) -> None:
         )
 
 
+def _tokens_of_block(table: Tensor | None, given: Any) -> Tensor | None:
+    """False at padding of a block ``[1 or B, S]``, if documents that are given are its packed ones."""
+    if table is None or given is None:
+        return None
+    other: Any = documents_table(given)
+    own, rows = packed_of(table).rows, read(other).rows
+    alike = len(own) == len(rows) and all(tuple(a[: len(b)]) == tuple(b) for a, b in zip(own, rows, strict=True))
+    return tokens_of(table) if alike else None
+
+
 def _documents_of_tokens(
     shares: Shares, x: Tensor, mask: Tensor | None, documents: Any, length: int | None
 ) -> tuple[Tensor, Tensor, int]:
@@ -139,9 +149,9 @@ def _documents_of_tokens(
             "length of the sequence before it was split"
         )
     counted = torch.arange(padded, device="cpu") < torch.tensor(ends or (padded,), device="cpu")[:, None]
-    # Also padding inside, which is a document for attention, and that of the block of documents that are given.
-    for tokens in (tokens_of(table), tokens_of(state.documents_in_block)):
-        if tokens is not None and tokens.shape[1] == padded and len(tokens) in (1, len(x)):
+    # Also padding inside, which is a document for attention, and that of the block of the documents that are given.
+    for tokens in (tokens_of(table), _tokens_of_block(state.documents_in_block, documents)):
+        if tokens is not None:
             counted = counted & tokens
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
     packed = PackedDocuments([[0, padded]]) if table is None else read(table)

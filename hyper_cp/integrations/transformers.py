@@ -567,8 +567,10 @@ class DecoderHook:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add ``context_parallel`` to the keywords, and masks and positions that suit it."""
         kwargs = dict(kwargs)
-        around = self.around()
-        self.added |= self.known.has_new(module if around is None else around, [self.binding])
+        around, found = self.around(), cache_in(kwargs)
+        cache = found if isinstance(found, SplitModelCache) else None
+        if cache is None or cache.turn.prompt is not None:  # each new token would wait
+            self.added |= self.known.has_new(module if around is None else around, [self.binding])
         mesh, documents, offered = begin_call(
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
@@ -583,8 +585,6 @@ class DecoderHook:
         if around is not None and not is_running(around):  # a KeyboardInterrupt ended its forward without its hooks
             self.given_positions, self.made_mask = None, False
         of_caller, self.given_positions = self.given_positions, None
-        found = cache_in(kwargs)
-        cache = found if isinstance(found, SplitModelCache) else None
         on_one_device = self.on_one_device(mesh, (documents, given), ready, kwargs)
         if not on_one_device and (given_since := module.config._attn_implementation) != self.prepared:  # type: ignore[union-attr]
             raise RuntimeError(
@@ -693,8 +693,8 @@ class DecoderHook:
     def _check_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention; refuse a head that reads
         them all."""
-        adds = self.implementation == "eager" or getattr(module.config, "alibi", False) or self.adds_mask
-        if not adds and not self.selects_blocks:
+        adds_mask = self.implementation == "eager" or getattr(module.config, "alibi", False) or self.adds_mask
+        if not adds_mask and not self.selects_blocks:
             return
         kinds = getattr(module.config, "per_layer_config", None) or [module.config]  # windows of layers may differ
         far = batch.tokens_near if sees_behind(module) else batch.tokens_back

@@ -318,7 +318,7 @@ def joined_samples() -> dict[str, str]:
         with handler.documents(torch.utils.data.default_collate(samples)):
             pass
 
-    return errors_of({"this batch has 12 tokens on this rank, and its state is that of 1 rows of 12": enter})
+    return errors_of({"this batch has 12 tokens on this rank, and its state is that of one sample of 12": enter})
 
 
 def test_samples_that_are_joined_after_the_split_are_refused(ranks: Any) -> None:
