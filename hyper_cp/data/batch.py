@@ -95,10 +95,10 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
     if is_compiling():
         return
     ids = next((x for name in TOKENS[:2] if isinstance(x := _entry(batch, name), Tensor)), None)
-    of_sample = batch.form.rows == (1,) and batch.form.dims == (0,)
-    if ids is not None and of_sample and ids.numel() * batch.ranks > batch.padded_length:
+    count = 0 if ids is None or ids.is_floating_point() else ids.numel()
+    if (batch.form.rows, batch.form.dims) == ((1,), (0,)) and count * batch.ranks > batch.padded_length:
         raise ValueError(
-            f"this batch has {ids.numel()} tokens on this rank, and its state is that of one sample of "
+            f"this batch has {count} tokens on this rank, and its state is that of one sample of "
             f"{batch.padded_length} positions: samples were split one by one, and joined to a batch, which has the "
             "documents and padding of the first of them only. Join samples first, and split the batch"
         )
