@@ -131,9 +131,11 @@ def refuse_other_ranks(counted: Counted, mesh: DeviceMesh) -> None:
         )
 
 
-def warn_of_counts(state: BatchState, counted: Counted, tokens: float) -> None:
-    """Warn, once on a mesh, of a mean over other tokens than those that were counted for the weight of its batch."""
-    known = any(math.isclose(tokens, x, rel_tol=1e-6) for x in counted.numbers)  # tokens were added up in fp32
+def warn_of_counts(state: BatchState, counted: Counted, copies: int, tokens: float) -> None:
+    """Warn, once on a mesh, of a mean over other tokens than those that were counted for the weight of its batch.
+    ``copies``: the ranks that may all have the same labels, of whole rows."""
+    expected = [x * times for x in counted.numbers for times in {1, copies}]
+    known = any(math.isclose(tokens, x, rel_tol=1e-6) for x in expected)  # tokens were added up in fp32
     if not known and not state.warned_of_counts:
         state.warned_of_counts = True
         warnings.warn(

@@ -1025,15 +1025,22 @@ def accumulated(how: str) -> int:
     if how == "labels":
         labels, shown = labels.masked_fill(~shown, -100), torch.ones_like(shown)
     wholes = [{"tokens": labels, "shift_labels": labels, "shown": shown.int()}] * 2
+    if how == "classes":
+        wholes = [{"tokens": labels, "labels": labels[:, 0]}] * 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in handler.loader(wholes, accumulate=1 if how == "one batch" else 2, mesh=both):
             losses = torch.ones(2, 6, requires_grad=how != "evaluation")
+            if how == "classes":  # of whole rows: the same on the ranks of a cp mesh
+                handler.mean_loss(losses[:, 0], batch["labels"], mesh=both, elsewhere=True)
+                continue
             handler.mean_loss(losses, batch["shift_labels"], mask=batch["shown"].bool(), mesh=both, elsewhere=True)
     return len([w for w in caught if "mean over tokens that weigh" in str(w.message)])
 
 
-@pytest.mark.parametrize(("how", "warned"), [("mask", 1), ("labels", 0), ("one batch", 0), ("evaluation", 0)])
+@pytest.mark.parametrize(
+    ("how", "warned"), [("mask", 1), ("labels", 0), ("one batch", 0), ("evaluation", 0), ("classes", 0)]
+)
 def test_a_mean_over_other_tokens_than_the_weight_counts_is_warned_of(ranks: Any, how: str, warned: int) -> None:
     assert ranks(4, accumulated, how) == [warned] * 4
 
