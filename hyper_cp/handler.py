@@ -496,8 +496,10 @@ class ContextParallelHandler(Shares):
         options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
         if not is_compiling() and self.cp.batch.verified:
             options["copies"] = self.cp.batch.copies(loss.ranks_of(whole))
-        copies = self.cp.size if isinstance(labels, Tensor) and labels.ndim == 1 else 1
-        check = partial(loss.warn_of_counts, self.cp.batch, counted, copies) if counted and counted.numbers else None
+        check = None
+        if counted and counted.numbers:
+            of_rows = isinstance(labels, Tensor) and labels.ndim == 1
+            check = partial(loss.warn_of_counts, self.cp.batch, counted, self.cp.size if of_rows else 1)
         return loss.mean_loss(losses, per_token, labels, whole, check=check, check_ranks=check_ranks, **options)
 
     def max_logits(self, model: nn.Module, *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:

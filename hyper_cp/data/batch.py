@@ -94,7 +94,7 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
     over several, if that has one (attention finds out other numbers of ranks); or if it has more rows by now."""
     if is_compiling():
         return
-    ids = next((x for name in TOKENS[:2] if isinstance(x := _entry(batch, name), Tensor)), None)
+    ids = _ids_of(batch) if isinstance(batch, Mapping) else None
     count = 0 if ids is None or ids.is_floating_point() else ids.numel()
     if (batch.form.rows, batch.form.dims) == ((1,), (0,)) and count * batch.ranks > batch.padded_length:
         raise ValueError(
@@ -119,8 +119,9 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
         )
 
 
-def _entry(batch: Any, name: str) -> Any:
-    return batch.get(name) if isinstance(batch, Mapping) else None
+def _ids_of(entries: Mapping[Any, Any]) -> Tensor | None:
+    """The tokens of a batch, unless it has their embeddings only."""
+    return next((x for name in TOKENS[:2] if isinstance(x := entries.get(name), Tensor)), None)
 
 
 def record_table(batch: LocalBatch) -> None:
@@ -520,8 +521,7 @@ def _warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, igno
 
     Only the first batch of a mesh is read, since that waits for the device; a loader makes all batches alike.
     """
-    labels = entries["labels"]
-    tokens = next((entries[name] for name in ("input_ids", "tokens") if isinstance(entries.get(name), Tensor)), None)
+    labels, tokens = entries["labels"], _ids_of(entries)
     if handler.cp.batch.batches or is_compiling() or tokens is None or tokens.shape != labels.shape:
         return
     tokens, labels = (x.movedim(dim, -1) for x in (tokens, labels))

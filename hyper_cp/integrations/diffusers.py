@@ -347,8 +347,7 @@ class _Root:
         self.handler, self.family, self.gradients = handler, family, gradients
         self.compared: set[str] = set()
         """The keys of the meshes whose ranks have compared their inputs."""
-        self.known, self.added = KnownModules(), False
-        """The modules in the last forward, and True if there are others that were not checked."""
+        self.known = KnownModules()
 
     def attach(self, transformer: nn.Module) -> None:
         """Register the hooks."""
@@ -394,10 +393,10 @@ class _Root:
         are drawn at random."""
         if is_compiling():
             return
-        self.added |= self.known.has_new(module, bindings(module))
-        if self.added:
+        self.known.update(module, bindings(module))
+        if self.known.unchecked:
             check_adapters(module)
-            self.added = False
+            self.known.unchecked = False
 
     def compare(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """Raise ``ValueError`` on every rank if the ranks hold other inputs. One entry in the store, once. Warn if they
@@ -406,7 +405,7 @@ class _Root:
             return
         self.prepared.add(module)  # a copy
         caller, others = type(module).__name__, set()
-        own = {p for transformer in _Root.prepared for p in transformer.parameters()}
+        own = {p for transformer in self.prepared for p in transformer.parameters()}
         sums: dict[str, list[float]] = {}
 
         def add(name: str, x: Tensor) -> Tensor:

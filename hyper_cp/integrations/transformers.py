@@ -47,7 +47,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, read
 from ..style import ContextParallel, style_of
 from .adapters import check_adapters
-from .huggingface import forward, inkling, router_loss, selected_blocks, sparse
+from .huggingface import forward, inkling, router_loss, selected_blocks, selected_pools, sparse
 from .huggingface.attention import padding_mask, register, request_masks
 from .huggingface.checks import (
     OVER_POSITIONS,
@@ -98,7 +98,7 @@ from .huggingface.modules import (
 from .huggingface.outputs import TupleOutput, check_ignored
 from .huggingface.pooled import PooledHook
 from .huggingface.relative import prepare_biases
-from .huggingface.seams import CACHE, CACHES, cache_in, has_head
+from .huggingface.seams import CACHE, CACHES, cache_in, has_head, holds
 from .huggingface.two_sequences import SourceTargetHook, cross_attention, stacks_of
 from .huggingface.written import bias_all_ranks, record, written_attention
 
@@ -503,16 +503,17 @@ class DecoderHook:
         """True if the model around the decoder was given position ids in the call that runs; None: it does not run."""
         self.few = FewTokens(self.binding)
         self.additions_checked = False
-        self.known, self.added = KnownModules(), False
-        """The modules of the model in its last forward, and True if there are others that were not checked."""
+        self.known = KnownModules()
         self.own: list[nn.Module] = []
         """Attention modules of users, which have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
         """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
         cache it does not run as it did before it was prepared."""
-        self.hides_padding = sparse.hides_padding(decoder)
-        self.adds_mask, self.selects_blocks = inkling.adds_mask(decoder), selected_blocks.selects(decoder)
-        """True where padding that sees no token has the mean of all values on one device."""
+        self.hides_padding = holds(decoder, selected_pools.is_indexer)
+        """True for a decoder whose queries select among tokens only, also those of padding behind those of a row."""
+        self.adds_mask = holds(decoder, inkling.has_profiles)
+        self.selects_blocks = holds(decoder, selected_blocks.is_indexer)
+        """True where padding that sees no token has the mean of all values on one device, as by an added mask."""
         self.cross = cross_attention(decoder)
         self.made_mask = False
         """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
@@ -570,7 +571,7 @@ class DecoderHook:
         around, found = self.around(), cache_in(kwargs)
         cache = found if isinstance(found, SplitModelCache) else None
         if cache is None or cache.turn.prompt is not None:  # each new token would wait
-            self.added |= self.known.has_new(module if around is None else around, [self.binding])
+            self.known.update(module if around is None else around, [self.binding])
         mesh, documents, offered = begin_call(
             self.binding, module, lambda: (self.binding.active_documents(), forward.offered())
         )
@@ -605,9 +606,9 @@ class DecoderHook:
             self._refuse(args, kwargs)
             if mesh.parallel:
                 check_dropped_layers(self.dropping)
-            if self.added:
+            if self.known.unchecked:
                 check_adapters(module)  # also those that are added to a model that has run
-                self.added = False
+                self.known.unchecked = False
             if not self.additions_checked:
                 # What was put into the model since it was prepared.
                 check_own_forwards(module, eager=False)  # type: ignore[arg-type]

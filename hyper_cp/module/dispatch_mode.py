@@ -152,9 +152,7 @@ of other ranks."""
 
 def running_alone() -> nn.Module | None:
     """The innermost such module that runs in this thread."""
-    while (top := alone.top) is not None and not (is_compiling() or is_running(top)):
-        alone.remove(top)  # a KeyboardInterrupt ended its forward without its hooks
-    return top
+    return alone.innermost(lambda module: is_compiling() or is_running(module))
 
 
 def dispatching() -> bool:

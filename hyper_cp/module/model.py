@@ -139,13 +139,15 @@ class KnownModules:
     def __init__(self) -> None:
         self._seen: WeakSet[nn.Module] = WeakSet()
         self._weights = 0
+        self.unchecked = False
+        """True if there are modules that the caller has not checked."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KnownModules:
         return KnownModules()
 
-    def has_new(self, root: nn.Module, found: Iterable[Binding]) -> bool:
-        """True if the model has modules that it did not have in its last call. If it has new weights, in these or in
-        others, the next call of the bindings compares the weights of the ranks once more."""
+    def update(self, root: nn.Module, found: Iterable[Binding]) -> None:
+        """Find modules that the model did not have in its last call. If it has new weights, in these or in others, the
+        next call of the bindings compares the weights of the ranks once more."""
         modules = [*root.modules()]
         new, weights = [x for x in modules if x not in self._seen], sum(len(parameters_of(x)) for x in modules)
         again = len(self._seen) > 0 and (weights > self._weights or any(parameters_of(x) for x in new))
@@ -155,7 +157,7 @@ class KnownModules:
             binding.compared.clear()
             if binding.place is not None:
                 binding.place[1].compared.clear()
-        return bool(new)
+        self.unchecked |= bool(new)
 
 
 def _refuse_zero3(model: Model) -> None:

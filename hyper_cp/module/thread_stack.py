@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .._torch.checkpoint import in_backward
@@ -22,6 +23,13 @@ class ThreadStack(threading.local, Generic[T]):
     def top(self) -> T | None:
         """The innermost entry of this thread."""
         return self.entries[-1] if self.entries else None
+
+    def innermost(self, alive: Callable[[T], bool]) -> T | None:
+        """The innermost entry of this thread that is alive, without those above it, whose calls a KeyboardInterrupt has
+        ended without their hooks."""
+        while (top := self.top) is not None and not alive(top):
+            self.remove(top)
+        return top
 
     def push(self, entry: T) -> None:
         """Add the innermost entry."""

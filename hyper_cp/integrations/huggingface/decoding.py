@@ -35,6 +35,7 @@ from ...schedule.ranges import placed
 from .checks import decoder_of, mixers_of
 from .latents import as_latents, hands_on_latents
 from .media import owner_of
+from .seams import holds
 from .selected import has_indexer_seam
 
 REFUSED = {
@@ -343,7 +344,7 @@ def _layers(model: Any) -> list[Any]:
     layers = DynamicCache(config=config).layers
     kinds = list(getattr(config, "layer_types", None) or ())
     known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer]
-    if any(has_indexer_seam(type(x)) for x in decoder.modules()):
+    if holds(decoder, has_indexer_seam):
         known.append(DynamicIndexedLayer)
     others = {type(layer).__name__ for layer in layers if type(layer) not in known}
     others |= {f"layers of type {kind}" for kind in kinds if "chunked" in kind}

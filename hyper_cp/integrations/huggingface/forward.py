@@ -132,11 +132,7 @@ def end(decoder: nn.Module) -> None:
 
 def _innermost() -> tuple[nn.Module | None, State | None]:
     """The decoder whose forward is the innermost one that runs in this thread, and its state."""
-    while (top := _forwards.top) is not None:
-        if is_compiling() or is_running(top[0]):
-            return top
-        _forwards.remove(top)  # a KeyboardInterrupt ended that forward without its hooks
-    return None, None
+    return _forwards.innermost(lambda entry: is_compiling() or is_running(entry[0])) or (None, None)
 
 
 def running() -> State | None:

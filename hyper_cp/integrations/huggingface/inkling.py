@@ -57,11 +57,6 @@ attends_to_blocks = _known_in_file("BlockAttentionResidual", "MessageAttentionRe
 """True for a module in which each token attends to its own states in earlier layers."""
 
 
-def adds_mask(decoder: nn.Module) -> bool:
-    """True for a decoder that adds relative biases and its mask to scores."""
-    return any(has_profiles(type(module)) for module in decoder.modules())
-
-
 # --------------------------------------------------------------------------- biases
 
 

@@ -113,6 +113,11 @@ def known_as(names: Collection[str], known: Known) -> Callable[[type[Any]], bool
     return check
 
 
+def holds(module: nn.Module, is_kind: Callable[[type[Any]], bool]) -> bool:
+    """True for a module with one of such a type in it."""
+    return any(is_kind(type(x)) for x in module.modules())
+
+
 SLOTS = "compares positions, which restart, with slots of keys, which do not"
 """The reason why a module that reads position ids mixes documents up."""
 

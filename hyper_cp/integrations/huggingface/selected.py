@@ -20,7 +20,7 @@ from ...ops.selection import select
 from ...ops.split_cache import SplitCache
 from .forward import ForwardState
 from .indexer_losses import Scored
-from .seams import CACHE, digest_of
+from .seams import CACHE, digest_of, holds
 
 LAYER = "indexed_attention"
 """The type of layers that attend to selected keys."""
@@ -37,9 +37,9 @@ def has_indexer_seam(kind: type[nn.Module]) -> bool:
 
 def selects(layer: nn.Module, decoder: nn.Module) -> bool:
     """True for a layer that selects keys, or takes the selection of a layer of its decoder that does."""
-    own = any(has_indexer_seam(type(module)) for module in layer.modules())
+    own = holds(layer, has_indexer_seam)
     shares = any("prev_topk_indices" in inspect.signature(type(x).forward).parameters for x in layer.modules())
-    return own or (shares and any(has_indexer_seam(type(module)) for module in decoder.modules()))
+    return own or (shares and holds(decoder, has_indexer_seam))
 
 
 def selected(indexer: Any, state: ForwardState, *args: Any, **kwargs: Any) -> Any:

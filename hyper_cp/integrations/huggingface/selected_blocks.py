@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...data.collectives import by_rank
 from ...handler import ContextParallelHandler
@@ -23,11 +23,6 @@ KNOWN = {
 }
 """Digests of the forwards of its indexer and its attention in transformers 5.23 and 5.24."""
 is_indexer = known_as(("MiniMaxM3VLIndexer",), KNOWN)
-
-
-def selects(decoder: nn.Module) -> bool:
-    """True for a decoder with such indexers."""
-    return any(is_indexer(type(module)) for module in decoder.modules())
 
 
 def selected(

@@ -97,8 +97,3 @@ def selects(decoder: nn.Module) -> bool:
 def is_replaced(kind: str, layer: nn.Module) -> bool:
     """True for a layer of a type that has a module which is replaced."""
     return any(kind in x.layers and x.is_kind(type(module)) for module in layer.modules() for x in REPLACED)
-
-
-def hides_padding(decoder: nn.Module) -> bool:
-    """True for a decoder whose queries select among tokens only, also those of padding behind the tokens of a row."""
-    return any(selected_pools.is_indexer(type(module)) for module in decoder.modules())
