@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_cp import ContextParallel
-from tests.harness.hf_causal import CAUSAL, CLASSES, SEQ2SEQ, text_config, tiny_causal
-from tests.harness.hf_models import InDouble, gradients, prepare_model, tokens
+from hyper_cp import ContextParallel, ContextParallelHandler
+from tests.harness.hf_causal import CAUSAL, CLASSES, SEQ2SEQ, random_model, text_config, tiny_causal
+from tests.harness.hf_models import SMALL, InDouble, gradients, prepare_batch, prepare_model, tokens
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -210,3 +210,41 @@ def test_embeddings_of_a_share_are_refused(ranks: Any) -> None:
     for found in ranks(2, pooling_by_themselves):
         for error in found:
             assert error.startswith("NotImplementedError") and "pools over the sequence" in error, error
+
+
+@on_ranks
+def seen_from_both_sides(layout: str) -> list[float]:
+    """Errors of embeddings (means of tokens) and gradients of Gemma 3 as an encoder (EmbeddingGemma), with windows:
+    of whole rows, of rows with padding on either side, and of packed documents."""
+    import transformers as hf
+
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 8}
+    config = hf.Gemma3TextConfig(**SMALL, **kinds, use_bidirectional_attention=True)
+    whole, found = batch_of(), []
+    del whole["labels"]
+    left = {**whole, "attention_mask": whole["attention_mask"].flip(1)}
+    packed = {"input_ids": whole["input_ids"], "position_ids": torch.arange(22).remainder(13).expand(2, -1)}
+    for implementation in ("sdpa", "eager"):
+        config._attn_implementation = implementation
+        model = random_model(hf.Gemma3TextModel, config)
+        made = prepared(model, layout)
+        handler = ContextParallelHandler.of(made)
+        for batch in ({"input_ids": whole["input_ids"]}, whole, left, packed):
+            weight = batch.get("attention_mask", torch.ones(2, 22))[..., None].double()
+            with InDouble():
+                want = (model(**batch, use_cache=False).last_hidden_state * weight).sum(1) / weight.sum(1)
+                local = prepare_batch(handler, {**batch, "loss_mask": weight.squeeze(2)})
+                counted = local.pop("loss_mask")
+                mean = handler.pool(made(**local).last_hidden_state, mask=counted, length=22, gradients=None).squeeze(1)
+                for who, rows in ((model, want), (made, mean)):
+                    who.zero_grad()
+                    rows.sin().sum().backward()
+            grads = zip(sum_over_ranks(*gradients(made)), gradients(model), strict=True)
+            found += [absolute_error(a, b) for a, b in [(mean, want), *grads]]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+def test_decoders_that_are_encoders(ranks: Any, layout: str) -> None:
+    for found in ranks(3, seen_from_both_sides, layout):
+        assert max(found) <= 1e-10, found

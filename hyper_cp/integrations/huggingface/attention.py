@@ -195,6 +195,11 @@ def attention_mask(
         request.function = function
         request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
+    # Decoders that are encoders (EmbeddingGemma) join the causal mask with one of keys behind.
+    if function is not None and not allow_is_causal_skip and getattr(config, "use_bidirectional_attention", 0) is True:
+        request = MaskRequest(f"The model of {type(config).__name__}", local_size and local_size - 1, state)
+        request.bidirectional, request.pairs, request.padding = True, pairs, early
+        return request
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
         kind = f"custom (size {local_size})" if chunks else "custom or explicit"

@@ -387,6 +387,8 @@ def makes_mask(model: nn.Module) -> bool:
 def sees_behind(decoder: Any) -> bool:
     """True for an encoder, whose tokens see those behind them: its padding sees the tokens of its row."""
     source = source_of(type(decoder).forward)
+    if "config.use_bidirectional_attention" in source and decoder.config.use_bidirectional_attention:
+        return True
     if "create_causal_mask" in source and ("config.is_decoder" not in source or decoder.config.is_decoder):
         return False
     return "create_bidirectional_mask" in source
