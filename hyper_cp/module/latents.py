@@ -25,8 +25,13 @@ _MOVES = re.compile(
     "|Stack|Pad|Alias|Strided|TorchTensor|Redistribute|Hook|RegisterPostBackward"
 )
 """Names of functions in a graph of autograd that move numbers, or cast them."""
-_CUTS = re.compile("Clamp|Hardtanh|Maximum|Minimum|Where|MaskedFill|Relu|Threshold|Dropout")
+_CUTS = re.compile("Clamp|Hardtanh|Maximum|Minimum|Where|Masked|Relu|Threshold|Dropout|Index(Put|Fill|Add|Copy)")
 """Names of functions that may do nothing in one call and something in the next."""
+
+
+def _cuts(node: Any) -> bool:
+    """True for such a function, or one that has changed a part of a tensor in place and put no other tensor there."""
+    return bool(_CUTS.search(node.name())) or (node.name().endswith("CopySlices") and len(node.next_functions) < 2)
 
 
 class LatentLayer:
@@ -174,35 +179,40 @@ class LatentLayer:
         content, rope = (k.grad_fn, None) if parts is None else parts
         other: list[Tensor] = []
         between: set[str] = set()
+        cuts: set[str] = set()
+        edges = [get_gradient_edge(x).node for x in sources if x is not None and x.requires_grad]
+        past: list[Any] = []
+
+        def is_source(node: Any) -> bool:
+            if node is made or node in edges:
+                past.extend([node] if node is not made else [])
+                return True
+            if _cuts(node):
+                cuts.add(node.name())
+            return False
 
         def is_made(node: Any) -> bool:
-            if node is not made and not _MOVES.search(node.name()):
+            stops = is_source(node)
+            if not stops and not _MOVES.search(node.name()):
                 between.add(node.name())
-            return node is made
-
-        def is_made_or_cut(node: Any) -> bool:  # of keys whose rotary part is in the same graph
-            if _CUTS.search(node.name()):
-                between.add(node.name())
-            return node is made
+            return stops
 
         def verdicts() -> list[bool]:
-            edges = [get_gradient_edge(x).node for x in sources if x is not None and x.requires_grad]
-            # Walks to the embeddings in rare cases only: in the others nothing is left beside the layer's output.
             found = [*leaves_of([v.grad_fn, *([] if parts is None else [content])], is_made)]
-            if found or made is None:
-                between.clear()  # adapters of the layer, say
-            found += leaves_of([content] if parts is None else [], is_made_or_cut)
+            if found or past:
+                between.clear()  # adapters of the layer, say, or its output was changed in place: that is another node
+            found += leaves_of([content] if parts is None else [], is_source)  # the rotary part is in the same graph
             of_heads = [*leaves_of([rope], lambda node: broadcasts(node, k.shape[1]))] if self.shared else []
             known = {id(x) for x in leaves_of(edges)} if found or of_heads else set()
             other.extend(x for x in found if id(x) not in known)
             own = any(id(x) not in known for x in of_heads)
-            unclear = bool(between) or (bool(other) and parts is None)
+            unclear = bool(between or cuts) or (bool(other) and parts is None)
             mine = torch.tensor([bool(other), unclear, own], dtype=torch.uint8, device=k.device)
             all_ranks: list[bool] = gather_ranks(cp.flat, mine).amax(0).bool().tolist()
             return all_ranks
 
         depends, unclear, own = unseen(verdicts, k.device)
-        names = ", ".join([*sorted(between), *(name_of(self.module, x) for x in other)]) or "something on another rank"
+        names = ", ".join([*sorted(between | cuts), *(name_of(self.module, x) for x in other)]) or "something on another rank"
         if unclear:
             self.unclear = True
             say_heads_travel(self.owner, self.name, f"may not be all that makes keys of latents ({names})")

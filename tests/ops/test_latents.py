@@ -649,7 +649,9 @@ class Begins(Expands):
         if "apart" in part:
             rope = self.turn(x)
         q, latent = (q * self.gain, latent * self.gain[0, 0]) if part == "before" else (q, latent)
-        k, v = self.up(latent).unflatten(2, (case.heads, -1)).transpose(1, 2).split([PLAIN, case.v_dim], 3)
+        made = self.up(latent).unflatten(2, (case.heads, -1)).transpose(1, 2)
+        made = made.clamp_(-50, 50) if part == "whole, in place" else made
+        k, v = made[..., :PLAIN], made[..., PLAIN:]
         rope = rope.unsqueeze(1)
         rope = rope * self.gain[:1] if part == "one rotary part" else rope.expand(-1, case.heads, -1, -1)
         rope = rope * self.gain if part.startswith("rotary") else rope.expand(-1, case.heads, -1, -1)
@@ -657,6 +659,10 @@ class Begins(Expands):
         k = k + self.b(self.a(x)).unflatten(2, (case.heads, -1)).transpose(1, 2) if part == "adapter" else k
         v = v * self.gain if part == "values" else v
         k = k.clamp(-50, 50) if part.startswith("clamped") else k
+        k, v = (k.clamp_(-50, 50), v.clamp_(-50, 50)) if part.startswith("in place") else (k, v)
+        if part == "by an index":
+            v = v.clone()
+            v[v > 50] = 50.0
         v = v.clamp(-50, 50) if part == "clamped" else v
         if "filled" in part:
             keys = k.new_empty(*k.shape[:3], case.dim)
@@ -731,6 +737,10 @@ ONE, EACH, HEADS = RANK + 3, RANK + 3 * 4, 4 * (9 + 5)
         ("clamped", "", HEADS),  # what it leaves alone in the first call it may cut in a later one
         ("clamped keys", "", HEADS),
         ("clamped, filled", "", HEADS),
+        ("in place", "", HEADS),
+        ("in place, filled", "", HEADS),
+        ("whole, in place", "", HEADS),
+        ("by an index", "", HEADS),
         ("keys", "frozen", HEADS),
         ("values", "frozen", HEADS),
     ],
