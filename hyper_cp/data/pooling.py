@@ -110,13 +110,18 @@ def _check(x: Any, reduce: Any, mask: Any) -> None:
 
 
 def _tokens_of_block(table: Tensor | None, given: Any) -> Tensor | None:
-    """False at padding of a block ``[1 or B, S]``, if documents that are given are its packed ones."""
+    """False at padding of a block ``[1 or B, S]``, if documents that are given are its packed ones, parts of them, or
+    several of them in one; those of another batch have other boundaries, or padding of their own."""
     if table is None or given is None:
         return None
     other: Any = documents_table(given)
     own, rows = packed_of(table).rows, read(other).rows
-    alike = len(own) == len(rows) and all(tuple(a[: len(b)]) == tuple(b) for a, b in zip(own, rows, strict=True))
-    return tokens_of(table) if alike else None
+    most = max(len(own), len(rows))
+    nested = len({len(own), len(rows), 1, most}) <= 2 and tokens_of(other) is None
+    for a, b in zip([*own] * (most // len(own)), [*rows] * (most // len(rows)), strict=False):
+        mine, others = {x for x in a if x < b[-1]}, {*b[:-1]}
+        nested &= mine <= others or others <= mine
+    return tokens_of(table) if nested else None
 
 
 def _documents_of_tokens(
@@ -158,7 +163,7 @@ def _documents_of_tokens(
     rows = max(len(packed.rows), len(counted))
     boundaries = packed.rows * rows if len(packed.rows) == 1 else packed.rows
     kept = [
-        torch.tensor([start < stop and bool(here[start]) for start, stop in pairwise(row)], device="cpu")
+        torch.tensor([bool(here[start:stop].any()) for start, stop in pairwise(row)], device="cpu")
         for row, here in zip(boundaries, counted.expand(rows, -1), strict=True)
     ]
     count = max(int(row.sum()) for row in kept)
