@@ -67,6 +67,8 @@ class LocalBatch:
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
     counted: Counted = Counted()
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
+    numbers: int = 0
+    """The number of its position_ids on this rank; 0: unknown."""
     of_samples: bool = False
     """True if its documents are the samples of a planned micro-batch, each of which has positions from 0 on."""
 
@@ -94,13 +96,13 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
     over several, if that has one (attention finds out other numbers of ranks); or if it has more rows by now."""
     if is_compiling():
         return
-    ids = _ids_of(batch) if isinstance(batch, Mapping) else None
-    count = 0 if ids is None or ids.is_floating_point() else ids.numel()
-    if (batch.form.rows, batch.form.dims) == ((1,), (0,)) and count * batch.ranks > batch.padded_length:
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    count = positions.numel() if isinstance(positions, Tensor) and batch.numbers else 0
+    if count > max(batch.numbers, batch.padded_length // max(1, batch.ranks) * max(batch.form.rows, default=1)):
         raise ValueError(
-            f"this batch has {count} tokens on this rank, and its state is that of one sample of "
-            f"{batch.padded_length} positions: samples were split one by one, and joined to a batch, which has the "
-            "documents and padding of the first of them only. Join samples first, and split the batch"
+            f"this batch has {count} position_ids on this rank, and {batch.numbers} when it was split: samples were "
+            " split one by one, and joined to a batch, which has the documents and padding of the first of "
+            "them only. Join samples first, and split the batch"
         )
     if batch.ranks > 1 == handler.cp.size:
         raise ValueError(
@@ -227,6 +229,7 @@ def read_batch(
         found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
         found.packed = whole.restarting.rows if whole.padding else None
         mark_packed(found.documents, found.packed)
+        found.numbers = found["position_ids"].numel() if named else 0
         if not is_compiling():
             found.split_as = handler.layout, ranks_of(handler.mesh)
         record_table(found)

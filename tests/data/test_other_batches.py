@@ -305,22 +305,26 @@ def test_named_tuples_keep_their_fields_and_sparse_entries_are_refused(ranks: An
 
 
 @on_ranks
-def joined_samples() -> dict[str, str]:
-    """The error of a batch whose samples were split one by one."""
+def joined_samples(name: str, rows: bool) -> dict[str, str]:
+    """The error of a batch whose samples were split one by one, under this name and as one row each, maybe; a sample
+    whose tokens are repeated is none."""
     handler = ContextParallelHandler(cp_mesh(), "contiguous")
-    ends = ([0, 4, 12], [0, 9, 12])
-    samples = [
-        handler.get_batch_on_this_cp_rank({"input_ids": torch.arange(12), "cu_seqlens": x}, {"input_ids": 0})
-        for x in ends
-    ]
+    ids, dims = torch.arange(12), {name: int(rows)}
+    given = ({name: ids[None] if rows else ids, "cu_seqlens": x} for x in ([0, 4, 12], [0, 9, 12]))
+    samples = [handler.get_batch_on_this_cp_rank(x, dims) for x in given]
 
-    def enter() -> None:
-        with handler.documents(torch.utils.data.default_collate(samples)):
+    def enter(batch: Any) -> None:
+        with handler.documents(batch):
             pass
 
-    return errors_of({"this batch has 12 tokens on this rank, and its state is that of one sample of 12": enter})
+    repeated = copy.copy(samples[0])
+    repeated[name] = repeated[name].repeat(3, 1)
+    enter(repeated)
+    joined = torch.utils.data.default_collate(samples)
+    return errors_of({"this batch has 12 position_ids on this rank, and 6 when it was split": lambda: enter(joined)})
 
 
-def test_samples_that_are_joined_after_the_split_are_refused(ranks: Any) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("input_ids", False), ("input_ids", True), ("x", False)])
+def test_samples_that_are_joined_after_the_split_are_refused(ranks: Any, name: str, rows: bool) -> None:
     """The joined batch had the documents of the first sample."""
-    check_errors(ranks(2, joined_samples))
+    check_errors(ranks(2, joined_samples, name, rows))
