@@ -322,7 +322,7 @@ class WholeBatch:
             return
         host, padding = runs(mask.movedim(self.dims["attention_mask"], -1))
         for row, found in enumerate(padding):
-            if len(found) > 3:
+            if len(found) > (3 if host[row, 0] else 4):
                 raise ValueError(
                     f"attention_mask[{row}] is not a padding mask. It must be 1 on the tokens and 0 on padding before "
                     "or after them. Pass packed documents as document_ids or cu_seqlens, and other masks in four "
@@ -342,7 +342,9 @@ class WholeBatch:
                 self._refuse_restarts(name, positions, dim)
 
     def _refuse_restarts(self, name: str, positions: Tensor, dim: int) -> None:
-        if positions.is_floating_point() and name != "position_ids":
+        rows, alike = _rows_of(positions, dim), bool(dim % positions.ndim) == bool(self.dim % self.first.ndim)
+        of_rows = rows == 1 or (rows == self.rows and alike)  # else they are coordinates of patches, say
+        if name != "position_ids" and (positions.is_floating_point() or not of_rows):
             return
         host = torch.atleast_2d(positions.movedim(dim, -1)).cpu()
         back = host[:, 1:] < host[:, :-1]

@@ -279,7 +279,7 @@ def test_labels_positions_and_documents(ranks: Any, world: int, layout: str) -> 
 
 @on_ranks
 def padded(layout: str) -> None:
-    """Batches of 13 positions on 3 ranks, padded on the right, on the left, and not at all."""
+    """Batches of 13 positions on 3 ranks, padded on the right, on the left, and on both sides or not at all."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (3,)), layout)
     width = 15 if layout == "contiguous" else 18
     mine = token_positions(layout, dist.get_rank(), 3, width)
@@ -301,6 +301,11 @@ def padded(layout: str) -> None:
     want = [[0, 9, 13, width], [0, 4, 13, width], [0, 13, width]]
     assert [list(dict.fromkeys(row)) for row in found.documents.tolist()] == want
     assert torch.equal(handler.combine(found["input_ids"], length=found.length), batch["input_ids"])
+
+    batch["attention_mask"][2, :3] = batch["attention_mask"][2, 11:] = 0  # a prompt and what was generated for it
+    found = handler.get_batch_on_this_cp_rank(batch)
+    assert [*dict.fromkeys(found.documents[2].tolist())] == [0, 3, 11, 13, width]
+    assert found.tokens is not None and found.tokens.sum(1).tolist() == [9, 9, 8]
 
     batch["attention_mask"][:] = 1  # only the padding up to the padded length remains
     found = handler.get_batch_on_this_cp_rank(batch)
@@ -542,12 +547,14 @@ def positions_that_restart(name: str) -> list[int]:
         "all zero": {"position_ids": torch.zeros(2, 8, dtype=torch.long)},
         "further axes": {"position_ids": packed.expand(3, 2, -1)},
         "positions of torchtitan": {"positions": packed.expand(2, -1)},
+        "patches": {"pos_ids": torch.stack([once // 4, once % 4], 1)},
     }[name]
-    dims = {"seq_dims": {"input_ids": 1, "position_ids": 2}} if name == "further axes" else {}
+    dims: Any = {"seq_dims": {"input_ids": 1, "position_ids": 2}} if name == "further axes" else {}
+    dims = {"seq_dims": {"input_ids": 1, "pos_ids": 0}} if name == "patches" else dims
     return list(handler.get_batch_on_this_cp_rank({"input_ids": ids, **batch}, **dims)["position_ids"].shape)
 
 
-@pytest.mark.parametrize("name", ["named", "one document", "left padding", "right padding", "all zero", "further axes"])
+@pytest.mark.parametrize("name", [*"named, one document, left padding, right padding, all zero, further axes, patches".split(", ")])
 def test_positions_that_go_on_or_whose_documents_are_named_are_split(ranks: Any, name: str) -> None:
     assert ranks(2, positions_that_restart, name) == [[2, 4] if name != "further axes" else [3, 2, 4]] * 2
 
