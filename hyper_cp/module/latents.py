@@ -31,7 +31,8 @@ _CUTS = re.compile("Clamp|Hardtanh|Maximum|Minimum|Where|Masked|Relu|Threshold|D
 
 def _cuts(node: Any) -> bool:
     """True for such a function, or one that has changed a part of a tensor in place and put no other tensor there."""
-    return bool(_CUTS.search(node.name())) or (node.name().endswith("CopySlices") and len(node.next_functions) < 2)
+    in_place = node.name().endswith("CopySlices") and not any(other for other, _ in node.next_functions[1:])
+    return in_place or bool(_CUTS.search(node.name()))
 
 
 class LatentLayer:

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import checkpoint
 from .._torch.compiling import is_compiling
@@ -139,6 +140,8 @@ class KnownModules:
     def __init__(self) -> None:
         self._seen: WeakSet[nn.Module] = WeakSet()
         self._weights = 0
+        self._kept: Any = WeakTensorKeyDictionary()
+        """The parameters in dicts and lists of them, in which others may take their names."""
         self.unchecked = False
         """True if there are modules that the caller has not checked."""
 
@@ -150,8 +153,11 @@ class KnownModules:
         next call of the bindings compares the weights of the ranks once more."""
         modules = [*root.modules()]
         new, weights = [x for x in modules if x not in self._seen], sum(len(parameters_of(x)) for x in modules)
-        again = len(self._seen) > 0 and (weights > self._weights or any(parameters_of(x) for x in new))
+        kept = [p for x in modules if isinstance(x, (nn.ParameterDict, nn.ParameterList)) for p in x.parameters(False)]
+        again = weights > self._weights or any(parameters_of(x) for x in new) or any(p not in self._kept for p in kept)
+        again = again and len(self._seen) > 0
         self._seen.update(new)
+        self._kept.update(dict.fromkeys(kept))
         self._weights = weights
         for binding in found if again else ():
             binding.compared.clear()
