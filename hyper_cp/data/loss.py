@@ -235,6 +235,15 @@ def check_ignore_index(ignore_index: int) -> None:
         )
 
 
+def _of_classes(losses: Tensor, labels: Tensor) -> Tensor:
+    """True where labels of the shape of losses are probabilities of classes, or one class of each token, and losses are
+    logits; padding may be zeros."""
+    sums = labels.double().sum(-1)
+    one = (sums - 1).abs() < 0.02
+    within = (labels >= 0).all() & (labels <= 1).all() & (one | (sums == 0)).all() & one.any()
+    return within & (losses < 0).any()
+
+
 def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """This rank's sum of losses, and the number (or weight) of its tokens."""
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
@@ -250,13 +259,18 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}. Both have one value per token. Pass "
             "equal shapes"
         )
-    if losses.ndim > 2 and labels is not None and labels.is_floating_point() and labels.shape == losses.shape:
-        raise TypeError(
-            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses: probabilities of classes, it "
-            "seems. Labels are numbers of classes, and losses would be averaged as they are. Pass the losses of tokens "
-            'without labels, F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1), reduction="none"), with mask='
-        )
     losses = losses if losses.dtype == torch.float64 else losses.float()
+    wide = losses.ndim > 2 or (losses.ndim > 1 and labels is not None and labels.is_floating_point())
+    if wide and labels is not None and labels.shape == losses.shape:
+        if losses.device.type != "cpu" or is_compiling():  # the host would wait: all ranks get NaN
+            losses = losses.masked_fill(_of_classes(losses, labels), torch.nan)
+        elif _of_classes(losses, labels):
+            raise NoClass(
+                f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and in each row from 0 to 1 "
+                "with a sum of 1, beside losses below 0: probabilities of classes, it seems. Labels are numbers of "
+                "classes, and losses would be averaged as they are. Pass the losses of tokens without labels, "
+                'F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1).float(), reduction="none"), with mask='
+            )
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
         mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
         if mask.device.type != "cpu" or is_compiling():  # the host would wait: all ranks get NaN

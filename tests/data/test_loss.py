@@ -817,8 +817,14 @@ def wrong() -> dict[str, str]:
             ),
             r"mask \(4,\)": lambda: handler.mean_loss(x, mask=torch.ones(4)),
             "losses is one number": lambda: handler.mean_loss(x.mean()),
-            "TypeError: labels are torch.float32 of shape .*probabilities of classes": lambda: handler.mean_loss(
-                torch.zeros(2, 4, 3), torch.ones(2, 4, 3) / 3
+            "ValueError: labels are torch.float32 of shape .*probabilities of classes": lambda: handler.mean_loss(
+                torch.zeros(2, 4, 3) - 1, torch.ones(2, 4, 3) / 3
+            ),
+            r"labels are torch.float32 of shape \(8, 3\).*probabilities": lambda: handler.mean_loss(
+                torch.zeros(8, 3) - 1, torch.ones(8, 3) / 3
+            ),
+            "labels are torch.int64 of shape .*probabilities of classes": lambda: handler.mean_loss(
+                torch.zeros(2, 4, 3) - 1, torch.eye(3).long().repeat(2, 2, 1)[:, :4]
             ),
             "TypeError: losses is a torch.int64": lambda: handler.mean_loss(x.long()),
             "gradients='average' is unknown.*None if nobody": lambda: handler.combine(x, gradients="average"),
