@@ -11,6 +11,8 @@ from torch import Tensor
 
 PIECE = 2**22
 """Values of a tensor that are compared at a time."""
+LEAST_HIDDEN = -5e3
+"""Numbers above it are values: models hide by -1e4 and less."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +138,29 @@ def differences(a: Tensor, b: Tensor) -> Iterator[Tensor]:
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of flattened tensors of one shape, in double precision: copies of whole logits would be large. The lowest
-    number of a dtype, by which models hide values, is infinite: all others would be equal beside it."""
+    """Parts of flattened tensors of one shape, in double precision: copies of whole logits would be large. Numbers by
+    which models hide values are infinite, since all others would be equal beside them."""
     flat = [x.flatten() for x in tensors]
     for start in range(0, flat[0].numel(), PIECE):
-        yield tuple(_with_infinities(x[start : start + PIECE]) for x in flat)
+        parts = [x[start : start + PIECE] for x in flat]
+        found = [wide(x) for x in parts]
+        if parts[0].is_floating_point():
+            hidden = torch.stack([*map(_hides, parts)]).all(0)
+            found = [torch.where(hidden | _is_most(x), x.sign() * torch.inf, y) for x, y in zip(parts, found, strict=True)]
+        yield tuple(found)
 
 
-def _with_infinities(x: Tensor) -> Tensor:
-    most = torch.finfo(torch.float16).max if x.dtype == torch.float16 else 3.3e38
-    return torch.where(x.abs() >= most, x.sign() * torch.inf, wide(x)) if x.is_floating_point() else wide(x)
+def _is_most(x: Tensor) -> Tensor:
+    """True at the largest and lowest numbers of a dtype, and infinities."""
+    return x.abs() >= (torch.finfo(torch.float16).max if x.dtype == torch.float16 else 3.3e38)
+
+
+def _hides(x: Tensor) -> Tensor:
+    """True at numbers like -1e9 by which a model hides values: the lowest ones, alike, and far below 0 (in half
+    precision they are rounded)."""
+    finite = x.masked_fill(_is_most(x), 0)
+    lowest = finite == finite.min()
+    return lowest & (finite < LEAST_HIDDEN) & (lowest.sum() > 1)
 
 
 def wide(x: Tensor) -> Tensor:
