@@ -626,7 +626,8 @@ class ContextParallelHandler(Shares):
             length: S before padding. Default: the length of the documents, or of the batch in whose block this is
                 called.
             gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the
-                same value, as for :meth:`combine`: ``"mean"`` under DDP or FSDP.
+                same value, as for :meth:`combine`: ``"mean"`` under DDP or FSDP; ``"sum"`` if they are summed, and the
+                loss is divided by the number of ranks.
 
         Raises:
             ValueError, TypeError: for shapes that do not fit; for padding that would count; in a layout by documents,
