@@ -213,7 +213,10 @@ class LatentLayer:
             return all_ranks
 
         depends, unclear, own = unseen(verdicts, k.device)
-        names = ", ".join([*sorted(between | cuts), *(name_of(self.module, x) for x in other)]) or "something on another rank"
+        names = (
+            ", ".join([*sorted(between | cuts), *(name_of(self.module, x) for x in other)])
+            or "something on another rank"
+        )
         if unclear:
             self.unclear = True
             say_heads_travel(self.owner, self.name, f"may not be all that makes keys of latents ({names})")

@@ -146,7 +146,9 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         found = [wide(x) for x in parts]
         if parts[0].is_floating_point():
             hidden = torch.stack([*map(_hides, parts)]).all(0)
-            found = [torch.where(hidden | _is_most(x), x.sign() * torch.inf, y) for x, y in zip(parts, found, strict=True)]
+            found = [
+                torch.where(hidden | _is_most(x), x.sign() * torch.inf, y) for x, y in zip(parts, found, strict=True)
+            ]
         yield tuple(found)
 
 

@@ -554,7 +554,9 @@ def positions_that_restart(name: str) -> list[int]:
     return list(handler.get_batch_on_this_cp_rank({"input_ids": ids, **batch}, **dims)["position_ids"].shape)
 
 
-@pytest.mark.parametrize("name", [*"named, one document, left padding, right padding, all zero, further axes, patches".split(", ")])
+@pytest.mark.parametrize(
+    "name", [*["named", "one document", "left padding", "right padding", "all zero", "further axes", "patches"]]
+)
 def test_positions_that_go_on_or_whose_documents_are_named_are_split(ranks: Any, name: str) -> None:
     assert ranks(2, positions_that_restart, name) == [[2, 4] if name != "further axes" else [3, 2, 4]] * 2
 

@@ -481,8 +481,8 @@ def test_one_large_gradient_hides_no_others(exact: bool) -> None:
 
 
 def test_infinite_values_on_both_sides_are_equal() -> None:
-    """Logits of banned words are -inf, the lowest number or a low one. In norms, inf - inf is NaN, and a scale that is infinite,
-    or nearly, would hide the others."""
+    """Logits of banned words are -inf, the lowest number or a low one. In norms, inf - inf is NaN, and a scale that is
+    infinite, or nearly, would hide the others."""
     for lowest in (-torch.inf, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e30, -1e9, -1e4):
         exact = torch.tensor([1.0, lowest, 2.0, lowest])
         rounded, wrong = exact.bfloat16().float(), torch.tensor([1.0, lowest, 3.0, lowest])
