@@ -265,8 +265,8 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             losses = losses.masked_fill(_of_classes(losses, labels), torch.nan)
         elif _of_classes(losses, labels):
             raise NoClass(
-                f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and from 0 to 1 with a sum of "
-                "1 for each token, beside losses below 0: probabilities of classes, it seems. Labels are numbers of "
+                f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and from 0 to 1 with a sum "
+                "of 1 for each token, beside losses below 0: probabilities of classes, it seems. Labels are numbers of "
                 "classes, and losses would be averaged as they are. Pass the losses of tokens without labels, "
                 'F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1).float(), reduction="none"), with mask='
             )
