@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from .._torch import checkpoint
@@ -144,6 +145,9 @@ class BatchState:
         blocks = block.owner
         block.opened.remove(block)
         blocks.entered.remove(block)
+        around = None if is_compiling() or not blocks.entered else blocks.entered[-1]
+        if around is not None and around.documents is not None and block.documents is not None and block.used:
+            around.used |= torch.equal(around.documents, block.documents)  # of a teacher and its student, say
         blocks.documents = blocks.entered[-1].documents if blocks.entered else None
         blocks.padding = blocks.entered[-1].padding if blocks.entered else (None, None)
         if not blocks.entered:

@@ -248,6 +248,8 @@ def warnings_of(what: str) -> list[str]:
         elif what == "styled":
             with handler.documents(batch):
                 module(*local)
+            with handler.documents(A), handler.documents(A):  # those of a teacher and of its student
+                module(*local)
             with handler.documents(batch):
                 handler.combine(local[0], 2)
             with handler.documents(None):
