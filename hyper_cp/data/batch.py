@@ -153,8 +153,15 @@ def _named_tuple(kind: Any) -> Any:
             f"batch is a {kind.__name__} with fields {both}. The batch that is returned has attributes of these names. "
             "Rename the fields, or pass a dict"
         )
-    made: Any = type(kind.__name__, (kind, LocalBatch), {})
+    made: Any = type(kind.__name__, (kind, LocalBatch), {"__reduce__": lambda x: (_unpickled, (kind, [*x], vars(x)))})
     return made._make
+
+
+def _unpickled(kind: Any, fields: list[Any], state: dict[str, Any]) -> Any:
+    """A named tuple with the state of a batch, in another process."""
+    found = _named_tuple(kind)(fields)
+    found.__setstate__(state)
+    return found
 
 
 class Unsplit(NamedTuple):

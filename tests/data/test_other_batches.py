@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections import namedtuple
 from typing import Any, NamedTuple
@@ -281,7 +282,7 @@ def kinds_of_batches() -> dict[str, str]:
     x = torch.arange(30.0).view(2, 15)
     batch = handler.get_batch_on_this_cp_rank(Step(x, -x))
     (loaded,) = handler.loader([Step(x, -x)])
-    for found in (batch, loaded):
+    for found in (batch, loaded, copy.copy(batch), pickle.loads(pickle.dumps(batch))):
         assert isinstance(found, Step) and torch.equal(found.rewards, -found.x), found
         assert found.length == 15 and torch.equal(handler.combine(found.x, 1, length=found.length), x)
         with handler.documents(found):
