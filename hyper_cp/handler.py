@@ -372,7 +372,7 @@ class ContextParallelHandler(Shares):
         length, padded = (batch.length, batch.padded_length) if batch.padded_length else (None, None)
         of_batch = filled, batch.form, batch.counted, batch.of_samples
         split = Split(self.layout, batch.ranks or self.cp.size, length, padded, ends, *of_batch)
-        block = state.enter(table, split, None if is_compiling() else tokens_of(table))
+        block = state.enter(table, split, batch.tokens if is_compiling() else tokens_of(table))
         block.ran = batch.ran
         try:
             yield table

@@ -634,6 +634,12 @@ def masks_of_padded_batches(short: int) -> dict[str, float]:
     )
     with copying:  # as from the host to a device
         (moved,) = handler.loader([whole])
+
+    @torch.compile(backend="eager")
+    def in_block(batch: Any) -> Tensor:
+        with handler.documents(batch):
+            return handler.mean_loss(batch["x"], mask=torch.ones_like(batch["x"]), elsewhere=True)
+
     for name, batch in ("own", handler.get_batch_on_this_cp_rank(whole)), ("moved", moved):
         shown = batch["attention_mask"]
         copied = shown.clone(), shown.bool(), shown.double() * 2, shown.T.clone().T, shown[..., None] > 0
@@ -648,6 +654,7 @@ def masks_of_padded_batches(short: int) -> dict[str, float]:
                     handler.mean_loss(losses, mask=given, elsewhere=True)
             pooled = handler.pool(batch["x"], "sum", mask=copied[1])
             found[f"{name}, compiled"] = compiled(batch["x"], shown) - want
+        found[f"{name}, block in compiled code"] = in_block(batch) - want
         found[f"{name}, behind"] = handler.mean_loss(batch["x"], mask=shown, elsewhere=True) - want
         found[f"{name}, compiled behind"] = compiled(batch["x"], shown) - want
         found[f"{name}, labels"] = handler.mean_loss(batch["x"], batch["codes"], elsewhere=True) - x.mean()

@@ -198,7 +198,8 @@ def pooling_by_themselves() -> list[str]:
     import transformers as hf
 
     found = []
-    for kind in (hf.AltCLIPTextModel, hf.Tipsv2TextModel, hf.VideoPrismTextModel, hf.NeoMMEForRetrieval):
+    kinds = hf.AltCLIPTextModel, hf.Tipsv2TextModel, hf.VideoPrismTextModel, hf.NeoMMEForRetrieval
+    for kind in (*kinds, hf.DPRQuestionEncoder, hf.DPRReader):
         default = kind.config_class()
         model = kind(text_config(default.model_type, CAUSAL, default))
         found.append(error_of(lambda model=model: prepared(model)))

@@ -118,7 +118,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     pools = has_head(model, POOLED)
     inside = {*decoder.modules()}
     heads = [x for x in model.children() if inside.isdisjoint(x.modules())]
-    beside = {model, *(module for head in heads for module in head.modules())} - inside - encoders_in(model)
+    between = [x for x in model.modules() if x not in inside and not inside.isdisjoint(x.modules())]
+    beside = {*between, *(module for head in heads for module in head.modules())} - encoders_in(model)
     if (not pools and pool_in_code(beside)) or (
         pools and (model is decoder or not takes_tokens(decoder) or owner_of(model, decoder) is not None)
     ):
