@@ -113,6 +113,22 @@ def test_padding_that_predicts_is_warned_of_where_it_has_means(ranks: Any, kind:
 
 
 @on_ranks
+def narrow_states(kind: str) -> float:
+    """The relative error of logits under autocast, where states of biases are narrower than the profiles."""
+    alone = tiny_causal(kind).float()
+    (model, handler), ids = prepared(alone, ulysses_degree=1), batch_of(24)["input_ids"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want = alone(input_ids=ids).logits
+        found = handler.combine(model(**prepare_batch(handler, {"input_ids": ids})).logits, 1)
+    return ((found - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["inkling_text", "inkling2_text"])
+def test_biases_of_states_under_autocast(ranks: Any, kind: str) -> None:
+    assert max(ranks(2, narrow_states, kind)) < 0.02
+
+
+@on_ranks
 def positions() -> list[float]:
     """Models that make position ids from the tokens or the mask take those of the batch, or make them of all of it."""
     batch, found = batch_of(22, padded=True), []

@@ -96,7 +96,7 @@ class QueryBias(RelativeBias):
             profiles = torch.cat([profiles, -torch.ones_like(profiles[:1])])
         state, layout = self.state, self.state.style.mode.layout
         whole = gather_sequence(states, state.batch.documents, state.mesh.views[0].key, layout, 1, True, False)
-        return Profiles(whole, profiles)
+        return Profiles(whole, profiles.to(whole.dtype))  # under autocast states are narrower than profiles
 
 
 def with_sinks(bias: QueryBias, max_logits: bool, options: dict[str, Any]) -> tuple[QueryBias, dict[str, Any]]:
