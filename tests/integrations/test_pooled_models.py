@@ -123,6 +123,24 @@ def test_padding_that_a_head_takes_for_a_token(ranks: Any) -> None:
 
 
 @on_ranks
+def rotary_and_pads() -> list[float]:
+    """Errors of ESM with rotary positions, which count padding as any token: rows padded on either side."""
+    config = copy.deepcopy(tiny_causal("esm", CLASSES).config)
+    config.position_embedding_type, batch = "rotary", batch_of()
+    from transformers import EsmForSequenceClassification
+
+    model = random_model(EsmForSequenceClassification, config)
+    ids = batch["input_ids"].where(batch["attention_mask"] == 1, config.pad_token_id)
+    left = {**batch, "input_ids": ids.flip(1), "attention_mask": batch["attention_mask"].flip(1)}
+    return [error(model, prepared(model), x) for x in ({**batch, "input_ids": ids}, left)]
+
+
+def test_rotary_positions_are_not_made_of_ids(ranks: Any) -> None:
+    for found in ranks(2, rotary_and_pads):
+        assert max(found) <= 1e-10, found
+
+
+@on_ranks
 def padding_is_first(kind: str) -> tuple[float, str]:
     """The error of a decoder whose pooler takes the first token, which is padding; and what it raises."""
     from transformers import AutoModelForSequenceClassification

@@ -402,7 +402,8 @@ def position_maker(decoder: nn.Module) -> Callable[[Tensor], Tensor] | None:
         made = getattr(module, name, None)
         if made is None and f" {name}(" in source_of(type(module).forward):  # ESM: a function of its file
             made = in_file(module, name)
-        if made is not None:
+        table = getattr(module, "position_embedding_type", "absolute") == "absolute"  # rotary ones do not read them
+        if made is not None and table:
             return partial(made, padding_idx=cast(Any, module).padding_idx)
     return None
 
