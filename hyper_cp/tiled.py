@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .module.mixing import mixing
 from .ops.writes import Written, writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
+_DRAWS = re.compile(r"(?i)dropout|\brand|bernoulli|multinomial|noise|\bnormal|uniform|exponential_|rrelu|gumbel")
 _CHUNK = object()
 """The argument that is replaced by a chunk of the tensor."""
 
@@ -33,7 +35,7 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     projections exists for one chunk at a time. Values and gradients are those of one call. Gradients of parameters are
     added up in fp32 (fp64 for fp64), rounded once, and leave the module once: FSDP2 gathers its weights once in forward
     and once in backward and reduces their gradients once, and DDP does not see chunks. A recompute draws the same
-    random numbers (dropout)::
+    random numbers (dropout); in compiled code such a module runs as a whole::
 
         for layer in model.layers:
             tiled(layer.ffn, 8)  # before torch.compile; before or after fully_shard and parallelize_module
@@ -110,6 +112,9 @@ class _Tiled:
     def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
         self.module, self.chunks, self.seq_dim = module, chunks, seq_dim
         self.buffers = _Buffers(module)
+        codes = [getattr(inspect.unwrap(type(inner).forward), "__code__", None) for inner in module.modules()]
+        self.draws = any(_DRAWS.search(" ".join(code.co_names)) for code in codes if code is not None)
+        """True if the module may draw random numbers, by the functions that its forward calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         inside = [name for name, m in self.module.named_modules() if name and isinstance(m, FSDPModule)]
@@ -137,8 +142,10 @@ class _Tiled:
                 f"module {self._name} is tiled, and a weight of it has a hook (Tensor.register_hook), which would be "
                 "called for each chunk and for their sum. Use register_post_accumulate_grad_hook, or do not tile it"
             )
-        before = writes(x)
-        out: Tensor = _Chunks.apply(_Call(self, args, kwargs, x, len(parameters)), x, *parameters)
+        before, call = writes(x), _Call(self, args, kwargs, x, len(parameters))
+        if self.draws and is_compiling() and self.module.training and torch.is_grad_enabled():
+            return call.run(x)  # inductor draws numbers of its own, which only its own recompute finds again
+        out: Tensor = _Chunks.apply(call, x, *parameters)
         if out.requires_grad and writes(x) != before:
             raise NotImplementedError(
                 f"module {self._name} is tiled, and writes to its input in place (inplace=True, say). Backward makes "

@@ -347,3 +347,15 @@ def test_writes_to_the_input_are_refused_where_there_is_a_backward(needs_gradien
         torch.testing.assert_close(given, F.silu(x))  # the caller sees the write, as without tiles
     with pytest.raises(NotImplementedError, match="Sequential is tiled, and writes to its input in place"):
         module(x.clone().requires_grad_(needs_gradient) * 1.0)
+
+
+@pytest.mark.slow
+def test_inductor_differentiates_the_dropout_of_the_forward() -> None:
+    """Inductor draws numbers of its own, which a recompute by hand does not find again. The module is linear."""
+    layers = [nn.Linear(WIDTH, HIDDEN, bias=False), nn.Dropout(0.5), nn.Linear(HIDDEN, WIDTH, bias=False)]
+    module = tiled(nn.Sequential(*layers).double(), 4)
+    x, grad = (torch.randn(2, LENGTH, WIDTH, dtype=torch.float64) for _ in range(2))
+    out = torch.compile(module)(x.requires_grad_())
+    out.backward(grad)
+    assert x.grad is not None
+    assert (out * grad).sum().item() == pytest.approx((x * x.grad).sum().item(), rel=1e-9)
