@@ -86,6 +86,38 @@ def test_layers_attend_to_images_that_each_rank_encodes_a_run_of(ranks: Any, kin
 
 
 @on_ranks
+def adapted(kind: str, config: dict[str, Any]) -> float:
+    """The error of a model that PEFT changes after it was prepared, with as many images as ranks, of one row."""
+    import peft
+
+    model, config = made_of(kind), {"init_lora_weights": False, **config}
+    batch = {name: x[:1] for name, x in batch_of(model).items()} if kind == "mllama" else batch_of(model)
+    adapters = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**config)).double()
+    labels = labels_of(batch)
+    alone, want = on_one_device(adapters, batch, labels)
+    made, handler = prepared(model, **RING)
+    made = peft.get_peft_model(made, peft.LoraConfig(**config)).double()
+    made.load_state_dict(adapters.state_dict())
+    whole, seen = step(made, handler, batch, labels), batch["attention_mask"].bool()
+    return max(relative_error(whole[seen], want[seen]), *worst(made, alone).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("mllama", {"target_modules": "all-linear"}),
+        ("mllama", {"target_modules": ["q_proj"], "modules_to_save": ["multi_modal_projector"]}),
+        ("blip", {"target_modules": ["query"], "modules_to_save": ["vision_model"]}),
+    ],
+)
+def test_adapters_of_an_encoder_that_was_prepared_before(ranks: Any, kind: str, config: dict[str, Any]) -> None:
+    """LoRA puts the last module of the encoder into one of its own, and PEFT also copies modules. The rows that LoRA
+    adds were those of this rank's run, and fitted those of all images where these were as many as the ranks."""
+    pytest.importorskip("peft")
+    assert max(ranks(2, adapted, kind, config)) <= 1e-9
+
+
+@on_ranks
 def as_many_rows() -> float:
     """The error of four images of five rows each, beside 20 tokens on each rank."""
     model, g = tiny("idefics"), torch.Generator().manual_seed(4)

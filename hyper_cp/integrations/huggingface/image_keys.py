@@ -84,14 +84,15 @@ class ImageKeysHook:
         self.known = MODELS[self.name]
         self.runs: list[int] | None = None
         """The boundaries of the ranks' runs of images, while a forward encodes some."""
+        self.handles: list[Any] = []
+        """The hook on the last module of the encoder, in such a forward. (LoRA takes a module that was there before
+        into one of its own, which adds to its output.)"""
 
     def attach(self, owner: nn.Module, decoder: nn.Module) -> None:
         """Register the hooks; those of a decoder that encodes images by itself before its others."""
         before = self.before_source if self.known.in_source else self.before
         owner.register_forward_pre_hook(before, with_kwargs=True, prepend=owner is decoder)
         owner.register_forward_hook(self.after, always_call=True)
-        last = next(name for name in self.known.last if hasattr(owner, name))
-        owner.get_submodule(last).register_forward_hook(self.share)
 
     def before(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the model this rank's run of images."""
@@ -107,7 +108,7 @@ class ImageKeysHook:
         ready = replace(ready, media=None)
         forward.offer(owner, ready)
         kwargs = {**kwargs, **({"context_parallel": ready} if "context_parallel" in kwargs else {})}
-        return args, {**kwargs, **self._own(images, tokens.device)}
+        return args, {**kwargs, **self._own(owner, images, tokens.device)}
 
     def before_source(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give an encoder-decoder, which has the whole source, this rank's run of images."""
@@ -118,10 +119,12 @@ class ImageKeysHook:
         if pixels is None:
             self._refuse_sharded()
             return None
-        return args, {**kwargs, **self._own({"pixel_values": pixels}, next(owner.parameters()).device)}
+        return args, {**kwargs, **self._own(owner, {"pixel_values": pixels}, next(owner.parameters()).device)}
 
-    def _own(self, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """This rank's run of images."""
+    def _own(self, owner: nn.Module, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """This rank's run of images, whose rows become those of all."""
+        last = next(name for name in self.known.last if hasattr(owner, name))
+        self.handles = [owner.get_submodule(last).register_forward_hook(self.share)]
         ring = cp_mesh.as_ring(cp_mesh.whole_view(self.binding.active.mesh))
         self.runs = runs_of_equal_cost([1.0] * len(images["pixel_values"]), ring.size)
         start, stop = self.runs[ring.rank], self.runs[ring.rank + 1]
@@ -144,6 +147,8 @@ class ImageKeysHook:
     def after(self, *_: Any) -> None:
         """End what ``before`` has begun; also after an exception."""
         self.runs = None
+        while self.handles:
+            self.handles.pop().remove()
 
     def _images(self, media: Media, tokens: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
         """The images of all rows of the batch ``[B * images of a row, ...]``, those without content included, with a
