@@ -48,7 +48,7 @@ from ..schedule.documents import PackedDocuments, read
 from ..style import ContextParallel, style_of
 from .adapters import check_adapters
 from .huggingface import forward, inkling, router_loss, selected_blocks, selected_pools, sparse
-from .huggingface.attention import padding_mask, register, request_masks
+from .huggingface.attention import make_masks_before, padding_mask, register, request_masks
 from .huggingface.checks import (
     OVER_POSITIONS,
     POOLED,
@@ -175,6 +175,8 @@ def prepare_model(
             hook.around = _Around(model)
         watch(stack, known=True, elsewhere=attend_locally(model, stack, hook.implementation))
     hook = hooks[-1]
+    if model is not decoder:
+        make_masks_before(model, hook.binding, hook.implementation)
     if len(stacks) > 1:
         hooks[0].reads_padding = True  # of a source whose mask the encoder makes itself
         hook.two = SourceTargetHook(hook.binding, prepare_batch)
@@ -284,9 +286,9 @@ def generate_with(
     method: Callable[..., Any], model: Any, handler: ContextParallelHandler, input_ids: Tensor | None, **kwargs: Any
 ) -> Any:
     """:func:`generate` by the method ``generate`` of a model, or of what wraps it."""
-    check_arguments(model, input_ids, kwargs)
     if handler.cp.size == 1:
         return method(input_ids, **kwargs)
+    check_arguments(model, input_ids, kwargs)
     if not CACHE:
         raise NotImplementedError(
             f"generate found transformers {transformers_version}, whose models take their cache under none of the "

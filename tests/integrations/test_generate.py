@@ -174,6 +174,37 @@ def test_options_of_generate_and_further_turns(ranks: Any) -> None:
         assert len(found) == 15 and all(found.values()), found
 
 
+@on_ranks
+def alone(name: str) -> dict[str, bool]:
+    """True for the tokens of one device, where each rank generates by itself."""
+    one, found, (model, handler) = model_of(name), {}, prepared(name)
+    copied = copy.deepcopy(model)  # with a mesh of its own, which stays that of both ranks
+    calls: dict[str, dict[str, Any]] = {kind: {"cache_implementation": kind} for kind in ("static", "sliding_window")}
+    calls["padded"] = {"cache_implementation": "static", **left_padded()}
+    calls["lookup"] = {"prompt_lookup_num_tokens": 2, "rows": slice(1)}
+    calls["guided"], calls["uncached"] = {"guidance_scale": 1.5}, {"use_cache": False}
+    calls["hidden"] = {"output_hidden_states": True, "max_time": 1000.0}
+    for call, options in calls.items():
+        ids = tokens(LENGTH)[options.pop("rows", slice(None))]
+        want = generated(one, None, ids, **options)
+        with context_parallel_mesh(model, split_cp_mesh(handler.mesh).cp(1)) as own:
+            found[call] = torch.equal(generated(model, own, ids, **options), want)
+            with InDouble():
+                found[f"{call}, model.generate"] = torch.equal(model.generate(ids, **GREEDY, **options), want)
+    # Of what was made for one rank nothing remains for two.
+    for x in (model, copied):
+        found["together"] = torch.equal(generated(x, handler, tokens(LENGTH)), generated(one, None, tokens(LENGTH)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_on_one_rank_generate_takes_all_that_the_model_takes(ranks: Any, name: str) -> None:
+    """transformers makes the masks of caches of fixed length before the forward, with the name of the attention that
+    runs over the ranks."""
+    for found in ranks(2, alone, name):
+        assert len(found) == 15 and all(found.values()), found
+
+
 RECURRENT = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
 
 

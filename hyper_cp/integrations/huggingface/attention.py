@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,11 +12,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, create_masks_for_generate
 
 from ..._torch import checkpoint
 from ..._torch.compiling import is_compiling
 from ...module.dispatch_mode import alone
+from ...module.mesh_binding import Binding
 from ...ops.attention import cp_attention
 from ...ops.config import Call
 from ...ops.kernels import scores
@@ -239,6 +240,23 @@ _METHOD = "_prepare_decoder_attention_mask"
 def _requested(name: str, make: Any, *args: Any, **kwargs: Any) -> Any:
     state = running()
     return make(*args, **kwargs) if isinstance(state, OneDevice) else MaskRequest(name, None, state)
+
+
+def make_masks_before(model: nn.Module, binding: Binding, implementation: str) -> None:
+    """Let the masks that ``generate`` makes before a forward (for caches of fixed length) be those of one device on a
+    mesh of one rank. ``implementation``: the attention implementation there."""
+    make = getattr(model, _BEFORE, create_masks_for_generate)
+    setattr(model, _BEFORE, partial(_made_before, binding, implementation, make))
+
+
+_BEFORE = "create_masks_for_generate"
+
+
+def _made_before(binding: Binding, implementation: str, make: Any, *, config: Any, **kwargs: Any) -> Any:
+    if not binding.active.parallel:
+        config = deepcopy(config.get_text_config())
+        config._attn_implementation = implementation
+    return make(config=config, **kwargs)
 
 
 @torch.compiler.disable(
