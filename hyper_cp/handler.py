@@ -480,7 +480,7 @@ class ContextParallelHandler(Shares):
         refuse_dtensor("labels", labels)
         refuse_dtensor("mask", mask)
         whole, counted = loss.reduced_mesh(mesh, self.mesh), None
-        check_ranks = loss.check_tokens(self.cp, losses, labels, mask, self.mesh, whole)
+        missing, check_ranks = loss.check_tokens(self.cp, losses, labels, mask, self.mesh, whole)
         if getattr(losses, "requires_grad", False) and not is_compiling():
             counted = self.cp.batch.weighed
             loss.refuse_other_ranks(counted, whole)
@@ -493,7 +493,7 @@ class ContextParallelHandler(Shares):
         def per_token(given: Tensor) -> Tensor:
             return token_losses(given, labels, head, logits)
 
-        options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients}
+        options: Any = {"ignore_index": ignore_index, "mask": mask, "gradients": gradients, "missing": missing}
         if not is_compiling() and self.cp.batch.verified:
             options["copies"] = self.cp.batch.copies(loss.ranks_of(whole))
         check = None

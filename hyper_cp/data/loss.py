@@ -35,14 +35,16 @@ def mean_loss(
     mask: Tensor | None,
     gradients: str,
     copies: int = 1,
+    missing: int = 0,
     check: Callable[[float], None] | None = None,
     check_ranks: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """See :meth:`hyper_cp.ContextParallelHandler.mean_loss`; ``mesh`` is the one over which gradients are reduced.
 
     ``per_token`` makes losses of hidden states, and returns others as they are; ``check`` takes the number (or weight)
-    of tokens where the host does not wait for it, and ``check_ranks`` those of all ranks. ``copies``: the number of
-    ranks that count each token, where their gradients are not added up.
+    of tokens where the host does not wait for it, and ``check_ranks`` the sum, the number and ``missing`` of each rank.
+    ``copies``: the number of ranks that count each token, where their gradients are not added up. ``missing``: the
+    positions that the losses of this rank lack of a share.
     """
     check_gradients(gradients)
     check_ignore_index(ignore_index)
@@ -53,7 +55,8 @@ def mean_loss(
         error, total, count = found, losses.detach().sum(), losses.new_tensor(-torch.inf)
     exact = torch.promote_types(total.dtype, torch.float32)
     with calling("mean_loss"):
-        of_ranks = by_rank(mesh, torch.stack([total.detach().to(exact), count.detach().to(exact)]))
+        numbers = total.detach(), count.detach(), total.new_full((), missing)
+        of_ranks = by_rank(mesh, torch.stack([x.to(exact) for x in numbers]))
     if error is not None:
         raise ValueError(str(error))
     if of_ranks.device.type == "cpu" and not is_compiling():  # elsewhere the host would wait
@@ -65,7 +68,7 @@ def mean_loss(
                 "ignore_index"
             )
     if check_ranks is not None:
-        check_ranks(of_ranks[:, 1])
+        check_ranks(of_ranks)
     sums = of_ranks.sum(0)
     if check is not None and of_ranks.device.type == "cpu":
         check(sums[1].item() / copies)
@@ -149,33 +152,58 @@ def warn_of_counts(state: BatchState, counted: Counted, copies: int, tokens: flo
 
 def check_tokens(
     cp: CPMesh, losses: Any, labels: Tensor | None, mask: Tensor | None, own: DeviceMesh, mesh: DeviceMesh
-) -> Callable[[Tensor], None] | None:
+) -> tuple[int, Callable[[Tensor], None] | None]:
     """Raise ``ValueError`` for tokens that were shifted in a share, and for padding that would count.
 
     Losses that may have been selected by a mask are judged by the numbers of them on the ranks of ``mesh``, which the
-    function that is then returned takes. Those of all tokens are as many on every rank of the cp mesh ``own``; selected
-    ones are not, since some ranks have padding.
+    function that is then returned takes, for :func:`mean_loss`. Those of all tokens are as many on every rank of the cp
+    mesh ``own``; selected ones are not, since some ranks have padding. The same holds for the positions of this rank
+    that are missing, which are returned, too.
     """
-    check_share(cp, losses if labels is None else labels)
-    shape = tuple(getattr(losses, "shape", ()))
+    per_token = losses if labels is None else labels
+    check_share(cp, per_token)
+    shape, cut = tuple(getattr(losses, "shape", ())), _cut_share(cp, per_token)
+    missing = 0 if cut is None else cut - per_token.shape[1]
     found = None if labels is not None or mask is not None else cp.batch.padding_of(shape)
-    if found is None:
+    error = None if found is None else _padding_counts(shape, *found)
+    if error is not None and (len(shape) > 2 or is_compiling()):
+        raise error
+
+    def check_ranks(of_ranks: Tensor) -> None:
+        here = of_ranks[torch.isin(mesh.mesh, own.mesh).flatten().to(of_ranks.device)]
+        if cut is not None and bool((here[:, 2] == missing).all()):
+            raise _shifted(tuple(per_token.shape), per_token.shape[1], cut)
+        if error is not None and bool((here[:, 1] == math.prod(shape)).all()):
+            raise error
+
+    return missing, check_ranks if error is not None or cut is not None else None
+
+
+def _cut_share(cp: CPMesh, per_token: Any) -> int | None:
+    """The positions of the share from which labels (or losses) were perhaps cut. In one row any may have been selected,
+    but not if they are a part of an entry of a batch."""
+    if cp.size == 1 or not isinstance(per_token, Tensor) or per_token.ndim != 2:
         return None
-    error = ValueError(
-        f"losses of shape {shape} come without labels or mask, and this batch of {found[0]} positions was padded to "
-        f"{found[1]}. The losses of padding, and zeros for ignored labels, would count in the mean. Pass labels too, "
+    share = cp.batch.cut_share(*per_token.shape)
+    return share if share and (len(per_token) > 1 or cp.batch.entries.past_of(per_token) is not None) else None
+
+
+def _padding_counts(shape: tuple[int, ...], length: int, padded: int) -> ValueError:
+    return ValueError(
+        f"losses of shape {shape} come without labels or mask, and this batch of {length} positions was padded to "
+        f"{padded}. The losses of padding, and zeros for ignored labels, would count in the mean. Pass labels too, "
         'mean_loss(losses, batch["shift_labels"]), or a mask of the tokens that count: in the block of the batch, '
         "mask=torch.ones_like(losses) leaves the padding out"
     )
-    if len(shape) > 2 or is_compiling():
-        raise error
 
-    def check_ranks(numbers: Tensor) -> None:
-        here = torch.isin(mesh.mesh, own.mesh).flatten().to(numbers.device)
-        if bool((numbers[here] == math.prod(shape)).all()):
-            raise error
 
-    return check_ranks
+def _shifted(shape: tuple[int, ...], length: int, share: int) -> ValueError:
+    return ValueError(
+        f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
+        f"{share}. If they were shifted after sharding, every rank lacks the labels of its last tokens. Shift them "
+        "over the whole sequence: get_batch_on_this_cp_rank(..., shift_labels=True), with mtp_depth= for tokens after "
+        "the next one; if they are not positions of this share, pass them flattened"
+    )
 
 
 def refuse_idle(cp: CPMesh, styled: bool) -> None:
@@ -218,12 +246,7 @@ def check_share(cp: CPMesh, per_token: Any) -> None:
         return
     length = max(shape)
     if length + 1 in state.lengths:
-        raise ValueError(
-            f"losses or labels of shape {shape} have {length} positions, but this rank's share of the sequence has "
-            f"{length + 1}. If they were shifted after sharding, every rank lacks the label of its last token. "
-            "Shift them over the whole sequence: get_batch_on_this_cp_rank(..., shift_labels=True); if they are "
-            "not positions of this share, pass them flattened"
-        )
+        raise _shifted(shape, length, length + 1)
 
 
 def check_ignore_index(ignore_index: int) -> None:

@@ -15,7 +15,7 @@ from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, packed_of, read, tokens_of
 from .collectives import by_rank, with_gradient_of
 from .loss import ADDED, adds_to_logits
-from .sharding import Shares, documents_for, gradient_factor, pads_to, resolve_layout
+from .sharding import Shares, documents_for, gradient_factor, pads_to, refuse_cut_share, resolve_layout
 
 REDUCTIONS = ("sum", "mean", "last")
 
@@ -35,6 +35,8 @@ def pool(
     _check(x, reduce, mask)
     if documents is None and length is None:
         refuse_sequence_first(shares, "x", x)
+    if length is None:
+        refuse_cut_share(shares, "x", x)
     if mask is not None and (known := shares.cp.batch.entries.past_of(mask)) and known[0] is not None:
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
     factor = gradient_factor(shares.cp, x, gradients, "pool")

@@ -117,11 +117,14 @@ class Shares:
                 None, with one warning if there are gradients.
 
         Raises:
-            ValueError: if ``length`` is not that of the dispatched tensor, or ``gradients`` is unknown.
+            ValueError: if ``length`` is not that of the dispatched tensor, if the tensor lacks a few positions of a
+                share, or if ``gradients`` is unknown.
         """
         seq_dim = checked_dim(tensor, seq_dim)
         factor = gradient_factor(self.cp, tensor, gradients, "combine")
         whole = tensor.shape[seq_dim] * self.cp.size
+        if seq_dim == 1 and length is None:
+            refuse_cut_share(self, "tensor", tensor)
         layouts.check_length(self.layout, self.cp.size, whole)
         if length is not None and not pads_to(self, length, whole):
             raise ValueError(
@@ -251,6 +254,19 @@ def pads_to(shares: Shares, length: int, padded: int) -> bool:
     block of a batch that was padded further (a planned micro-batch) as many as that has."""
     batch = shares.cp.batch
     return shares.padded_length(length) == padded or (batch.length, batch.padded_length) == (length, padded)
+
+
+def refuse_cut_share(shares: Shares, name: str, x: Tensor) -> None:
+    """Raise ``ValueError`` if a tensor ``[B, S/n, ...]``, which the error calls ``name``, lacks a few positions of this
+    rank's share of a batch."""
+    share = shares.cp.batch.cut_share(*x.shape[:2]) if shares.cp.size > 1 and x.ndim > 1 else None
+    if share is not None:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, and this rank's share of a batch of {x.shape[0]} rows has {share} "
+            "positions. If every rank has dropped some (x[:, :-2]), what is left is no share of a sequence, and would "
+            "get the positions of other tokens. Pass all of them, with a mask or labels that leave some out, and drop "
+            "tokens of the whole: handler.combine(x, 1)[:, :-2]; if it is another sequence, pass its length="
+        )
 
 
 def resolve_layout(shares: Shares, length: int, documents: Tensor | None, argument: str = "length") -> ResolvedLayout:

@@ -17,6 +17,9 @@ from .padding import Padding
 from .share_lengths import ShareLengths
 from .split import Counted, Split
 
+CUT = 8
+"""The most positions that are expected to be cut off a share by mistake: those of the furthest token that is predicted.
+Of short shares it is a quarter."""
 PACKED = 16
 """Batches with packed documents whose labels are known; the oldest is dropped."""
 
@@ -197,6 +200,17 @@ class BatchState:
         them."""
         split = self._split_now
         return (0, 0) if split is None else (next(iter(split.form.rows), 0), split.share or 0)
+
+    def cut_share(self, rows: int, length: int) -> int | None:
+        """The positions of each rank in a batch of as many rows, of which values ``[rows, length]`` lack a few, and no
+        share of another batch is as long: in this thread's block, else of those that are alive. None: they are others.
+        """
+        if is_compiling() or length in self.lengths:
+            return None
+        of_block, share = self.rows_and_share
+        shares = ({share} if rows == of_block else set()) if share else self.entries.shares_of(rows)
+        known = shares & self.lengths.made
+        return min((x for x in known if 0 < x - length <= min(CUT, x // 4)), default=None)
 
     @property
     def ends(self) -> tuple[int, ...]:

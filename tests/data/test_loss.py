@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -261,6 +262,55 @@ def test_labels_that_are_shifted_after_sharding_are_refused(ranks: Any) -> None:
     for what in ("late", "losses"):
         ranks.raises(2, "ValueError", words, shifted_late, what)
     ranks(2, shifted_late, "others")
+
+
+@on_ranks
+def cut_by_several(what: str, left: int = 10) -> None:
+    """Tokens after the next one as labels, of a share of 12 positions; ``left``: the positions that remain."""
+    handler, rows = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous"), 1 if "one row" in what else 3
+    batch = handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(rows, 24, dtype=torch.int64)})
+    ids, head = batch["input_ids"], torch.zeros(VOCABULARY, 4)
+    labels, logits = ids[:, -left:], torch.zeros(*ids.shape, VOCABULARY)[:, :left]
+    losses = logits.sum(2)
+    with handler.documents(batch) if what.endswith("block") else nullcontext():
+        if what.startswith("labels"):
+            handler.mean_loss(logits, labels, elsewhere=True)
+        elif what == "losses":
+            handler.mean_loss(losses, mask=torch.ones_like(losses))
+        elif what == "log_probs":
+            handler.mean_loss(handler.log_probs(torch.zeros(3, left, 4), labels, head=head), elsewhere=True)
+        elif what.startswith("pool"):
+            handler.pool(losses, mask=torch.ones_like(losses))
+        elif what == "combine":
+            handler.combine(logits, 1)
+        else:  # fewer positions, which were selected, other rows, the share of another batch, a sequence of its own
+            handler.mean_loss(torch.zeros(3, 8))
+            handler.mean_loss(torch.zeros(2, 10))
+            handler.mean_loss(torch.zeros(3, 10 + handler.cp.rank * 2))  # columns without labels left out
+            handler.mean_loss(torch.zeros(3, 9 + handler.cp.rank))
+            handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(1, 24, dtype=torch.int64)})
+            handler.mean_loss(torch.zeros(1, 10))
+            handler.mean_loss(logits.flatten(0, 1), labels.flatten())
+            handler.combine(torch.zeros(3, 10), 1, length=20)
+            handler.combine(torch.zeros(12, 10), 0)
+            handler.dispatch(torch.zeros(3, 20), 1)
+            handler.pool(torch.zeros(3, 10))
+            handler.combine(torch.zeros(3, 10), 1)
+            handler.mean_loss(torch.zeros(3, 10))
+
+
+@pytest.mark.parametrize("left", [9, 10])
+def test_shares_that_lack_several_positions_are_refused(ranks: Any, left: int) -> None:
+    words = rf"losses or labels of shape \(., {left}\) have {left} positions, but .* share .* has 12.*mtp_depth="
+    for what in ("labels", "labels in a block", "labels of one row", "losses", "log_probs"):
+        ranks.raises(2, "ValueError", words, cut_by_several, what, left)
+    for what, name in (("pool", "x"), ("pool in a block", "x"), ("combine", "tensor")):
+        words = rf"{name} has shape \(3, {left}.*share of a batch of 3 rows has 12 positions.*combine\(x, 1\)"
+        ranks.raises(2, "ValueError", words, cut_by_several, what, left)
+
+
+def test_values_of_other_positions_than_a_share_are_none_that_lack_some(ranks: Any) -> None:
+    ranks(2, cut_by_several, "others")
 
 
 @on_ranks
