@@ -256,6 +256,15 @@ def tokens_of(table: Tensor | None) -> Tensor | None:
     return found
 
 
+def ends_of_tokens(table: Tensor | None) -> tuple[int, ...] | None:
+    """The position behind the last token of each row, or of all rows in one number; None: no padding is known there."""
+    tokens = tokens_of(table)
+    if tokens is None or bool(tokens[:, -1].all()):
+        return None
+    found: list[int] = (tokens * torch.arange(1, tokens.shape[1] + 1, device="cpu")).amax(1).tolist()
+    return tuple(found)
+
+
 _packed: Any = WeakTensorKeyDictionary()
 
 

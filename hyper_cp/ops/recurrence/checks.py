@@ -30,6 +30,7 @@ def agree(
     documents: Tensor | None,
     *tensors: Tensor | None,
     decay: Tensor | None = None,
+    final_state: bool = False,
 ) -> None:
     """Raise ``ValueError`` on every rank if the ranks call with other shapes, layouts or documents, or with decays that
     grow. (Values are read in the first call of a kind only: on an accelerator the host waits for them.)"""
@@ -54,7 +55,8 @@ def agree(
         cp.agree("call", signature, name, once=(("decays above 0", _largest(decay) > 0),))
         _check_decay(name, decay)
     table = packed.read(documents)
-    cp.agree("documents", (("documents", None if table is None else table.digest),), name)
+    ends = (("ends of tokens", packed.ends_of_tokens(documents)),) if final_state else ()
+    cp.agree("documents", (("documents", None if table is None else table.digest), *ends), name)
 
 
 def _largest(decay: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...mesh import cp_mesh, nans
 from ...mesh.failures import backward_of, caller, operation
-from ...schedule.documents import read
+from ...schedule.documents import ends_of_tokens, read
 from ..differentiable import differentiable
 from ..kernels.partials import accumulation_dtype
 from ..recompute import check_recompute, check_replay, fingerprint
@@ -62,6 +62,13 @@ class _Work:
         entering, (M, P, Q, O) = self.segments.entering(maps.P), maps  # noqa: E741
         return maps if entering is None else Affine(M * entering, P, Q * entering, O)
 
+    def until(self, ends: tuple[int, ...], maps: Affine) -> Affine:
+        """The maps that leave states as they are behind the end of each row."""
+        inside, unchanged = self.segments.before(ends, maps.P) > 0, torch.ones_like(maps.M)
+        if maps.M.shape[-1] > 1:
+            unchanged = torch.eye(maps.M.shape[-1], dtype=maps.M.dtype, device=maps.M.device)
+        return maps._replace(M=torch.where(inside, maps.M, unchanged), P=torch.where(inside, maps.P, 0))
+
     def passing(self, maps: Affine) -> Passing:
         return Passing(self.segments, maps.M, self.axes, self.rank)
 
@@ -71,19 +78,26 @@ def recurrence_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
 ) -> Tensor:
     """Outputs ``[B, S, H, dv]`` of this rank's share."""
-    return _forward(q, k, v, g, beta, documents, settings)[0]
+    return _forward(None, q, k, v, g, beta, documents, settings)[0]
 
 
 @torch.compiler.disable(
     reason="A final state is kept for decoding, which is not compiled. Compile without fullgraph=True"
 )
 def with_final_state(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The same, without a backward, and the state ``[B, H, dk, dv]`` after the last position of the sequence."""
-    return _forward(*arguments)
+    """The same, without a backward, and the state ``[B, H, dk, dv]`` after the last token of each row."""
+    return _forward(ends_of_tokens(arguments[5]), *arguments)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, documents: Tensor | None, settings: str
+    ends: tuple[int, ...] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    documents: Tensor | None,
+    settings: str,
 ) -> tuple[Tensor, Tensor]:
     options = read_settings(RecurrenceSettings, settings)
     check_replay(documents, options.mesh)
@@ -92,6 +106,9 @@ def _forward(
         nans.check(work.cp, "q, k, v, g, beta", q, k, v, g, beta)
         maps = work.entered(work.kernel.forward(work.inputs(q, k, v, g, beta)))
         states, last = work.passing(maps).forward(maps.P)
+        if ends is not None:
+            of_tokens = work.until(ends, maps)
+            last = work.passing(of_tokens).forward(of_tokens.P)[1]
         return _own_memory(work.segments.join(maps.O + maps.Q @ states).to(v.dtype)), last
 
 

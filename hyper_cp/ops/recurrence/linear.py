@@ -75,9 +75,10 @@ def linear_recurrence(
         ulysses_degree: 1 passes states between ranks, for any number of heads, with the least communication. With a
             larger number (None: all ranks) that many adjacent ranks first exchange sequence for heads, if these split.
         kernel: ``"torch"`` (chunked, any device), ``"fla"`` (flash-linear-attention), or None to choose by device.
-        final_state: a list to which the state after the last position of the sequence is appended, ``[B, H, dk, dv]``,
-            the same on every rank. It needs no communication of its own; without gradients and with
-            ``ulysses_degree=1`` only.
+        final_state: a list to which the state after the last token of each row is appended, ``[B, H, dk, dv]``, the
+            same on every rank. Padding behind it (of the block's batch, or of the table that the block yields) does
+            not count; a document of your own table that is padding does. It needs no communication of its own, or one
+            with padding; without gradients and with ``ulysses_degree=1`` only.
         name: names the caller in errors.
 
     Returns:
@@ -112,7 +113,7 @@ def linear_recurrence(
     cp = (mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)) if exchanged else None
     cp = cp_mesh.whole_view(mesh) if cp is None else cp
     table = documents_of(mesh, cp, documents, name)
-    agree(name, cp, layout, table, q, k, v, decay, beta, decay=decay)
+    agree(name, cp, layout, table, q, k, v, decay, beta, decay=decay, final_state=final_state is not None)
     check_layout_of(name, cp, layout, table, v.shape[0], v.shape[1])
     q = q * scale if scale != 1.0 else q
     settings = text(RecurrenceSettings(layout, kernels.choose(kernel, name, q, v, decay, beta), exchanged, cp.key))

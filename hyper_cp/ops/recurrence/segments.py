@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,6 +35,8 @@ class Segments:
     """All held ranges in global order: the rank, and the number of the range among those of the rank."""
     most: int
     """The most ranges that a rank holds."""
+    starts: Tensor
+    """The position with which each piece begins."""
     carries: Tensor | None
     """``[pieces, rows]``: False where a piece begins a document, so that no state enters it. None: no documents."""
 
@@ -54,9 +57,14 @@ class Segments:
 
     def entering(self, like: Tensor) -> Tensor | None:
         """``carries`` as factors ``[pieces, rows, 1, 1, 1]`` of the dtype and on the device of a tensor."""
-        if self.carries is None:
-            return None
-        host = self.carries[:, :, None, None, None]
+        return None if self.carries is None else self._of_pieces(self.carries, like)
+
+    def before(self, ends: Sequence[int], like: Tensor) -> Tensor:
+        """Factors of the same form: 1 for pieces that begin before the end of a row (or of all rows), 0 for others."""
+        return self._of_pieces(self.starts[:, None] < torch.tensor(ends, device="cpu"), like)
+
+    def _of_pieces(self, found: Tensor, like: Tensor) -> Tensor:
+        host = found[:, :, None, None, None]
         if like.device.type == "cpu":
             return host.to(like.dtype)
         return pinned(host).to(like.device, non_blocking=True).to(like.dtype)
@@ -111,6 +119,7 @@ def _built(layout: ResolvedLayout, rank: int, most: int, documents: PackedDocume
         tuple(first.tolist()),
         tuple(zip(owners.tolist(), numbers.tolist(), strict=True)),
         int(held_by.max()),
+        torch.from_numpy(at),
         None if documents is None else torch.from_numpy(_carries(documents, at)),
     )
 

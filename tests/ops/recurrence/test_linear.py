@@ -16,7 +16,7 @@ from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.ops import causal_conv1d, linear_recurrence, windows
 from tests.harness.attention_case import cp_mesh
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
-from tests.harness.recurrence_oracle import convolve, recur
+from tests.harness.recurrence_oracle import convolve, recur, recur_from
 
 FAMILY = {
     "retention": (1, False),
@@ -221,3 +221,58 @@ def written_in_place() -> list[str]:
 def test_outputs_may_be_written_to(ranks: Ranks) -> None:
     for found in ranks(2, written_in_place):
         assert not any(found), found
+
+
+BATCHES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
+    "of even length": ({}, [(0, 48), (0, 48)]),
+    "padded by the split": ({}, [(0, 37), (0, 37)]),
+    "packed": ({"cu_seqlens": [0, 5, 30, 37]}, [(30, 37), (30, 37)]),
+    "one more token": ({"cu_seqlens": [0, 5, 30, 33]}, [(30, 33), (30, 33)]),
+    "padded itself": ({"attention_mask": [(0, 37), (0, 9)]}, [(0, 37), (0, 9)]),
+    "on both sides": ({"attention_mask": [(3, 37), (11, 12)]}, [(3, 37), (11, 12)]),
+}
+"""Entries of batches, and the place of the last document of each row."""
+
+
+@on_ranks
+def errors_of_final_states() -> dict[str, float]:
+    """The largest relative error of the state behind the last token of each row, in the block of a batch."""
+    mesh, found = cp_mesh(), {}
+    for number, (what, (entries, last)) in enumerate(BATCHES.items()):
+        length = entries["cu_seqlens"][-1] if "cu_seqlens" in entries else 48 if number == 0 else 37
+        more = dict(entries)
+        if "attention_mask" in more:
+            at = torch.arange(length)
+            more["attention_mask"] = torch.stack([(a <= at) & (at < b) for a, b in more["attention_mask"]]).long()
+        for kind in ("retention", "scalar", "channels", "delta", "channel-wise delta"):
+            layout = ("head_tail", "contiguous", "per_document")[(number + len(kind)) % 3]
+            if layout == "per_document" and number == 0:
+                layout = "head_tail"
+            q, k, v, decay, *beta = tensors(kind, length)[:-1]
+            decay, beta = decay / 3, beta or [None]
+            wide = decay.expand(2, length, -1) if decay.ndim == 1 else decay
+            want = []
+            for row, (a, b) in enumerate(last):
+                given = (None if x is None else x[row : row + 1, a:b] for x in (q, k, v, wide, beta[0]))
+                few = [None if x is None else x.repeat_interleave(4 // x.shape[2], 2) for x in given]
+                want.append(recur_from(v.new_zeros(1, 4, 3, 5), *few)[1])  # type: ignore[arg-type]
+            whole = {name: x for name, x in zip("qkvgb", (q, k, v, wide, beta[0]), strict=True) if x is not None}
+            handler, state = ContextParallelHandler(mesh, layout), list[Tensor]()
+            batch = handler.get_batch_on_this_cp_rank(
+                {"input_ids": torch.zeros(2, length, dtype=torch.int64), **whole, **more},
+                pad_values=dict.fromkeys(whole.keys() - {"g"}, 1.0),  # a model has other numbers than 0 there
+            )
+            given = batch["q"], batch["k"], batch["v"], decay if decay.ndim == 1 else batch["g"], batch.get("b")
+            with handler.documents(batch), torch.no_grad():
+                out = linear_recurrence(*given, mesh=mesh, layout=layout, final_state=state)
+                plain = linear_recurrence(*given, mesh=mesh, layout=layout)
+            scale = torch.cat(want).abs().max().item()
+            found[f"{what} {kind} {layout}"] = (state[0] - torch.cat(want)).abs().max().item() / scale
+            assert torch.equal(out, plain)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_final_state_is_that_behind_the_last_token(world: int, ranks: Ranks) -> None:
+    """It was that of the padding with which a split fills up the sequence."""
+    check(ranks(world, errors_of_final_states), 1e-12)
