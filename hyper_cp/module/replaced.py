@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch.leaves import other_leaf
+from .._torch.modules import buffers_of
 
 COMPARED = 64
 """The most tokens on which both are compared."""
@@ -62,13 +63,47 @@ def difference(
     grad: bool,
 ) -> str:
     """The difference between the result that is replaced and that of the replacement, a tensor or a tuple that begins
-    with it, for few tokens; "" if there is none.
+    with it, for few tokens; "" if there is none. The module's buffers and attributes are then as they were.
 
     Args:
         own: computes what is replaced; with ``grad`` in a graph of autograd.
         arguments: those of the call: other tensors on which the result depends would get no gradient. The gradients of
             those that require one are compared.
     """
+    with _restored(module):
+        return _difference(own, replacement, few, arguments, module, grad)
+
+
+@contextmanager
+def _restored(module: nn.Module | None) -> Iterator[None]:
+    """Restore what forwards in the block assign to a module and to those inside it, and write to their buffers and
+    tensors."""
+    inside = [] if module is None else [*module.modules()]
+    places = [(place, {**place}) for inner in inside for place in (vars(inner), buffers_of(inner))]
+    tensors = [x for _, before in places for x in before.values() if type(x) in (Tensor, nn.Buffer)]
+    contents = [(x, x.detach().clone()) for x in tensors if x.layout == torch.strided and not x.is_meta]
+    try:
+        yield
+    finally:
+        for place, before in places:
+            for name in place.keys() - before.keys():
+                del place[name]
+            place.update(before)
+        for x, content in contents:
+            if not torch.equal(x, content):  # a write would count as one, which a graph that has saved x refuses
+                with torch.inference_mode(x.is_inference()):
+                    x.detach().copy_(content)
+
+
+def _difference(
+    own: Callable[[Few], Any],
+    replacement: Callable[[Few], Any],
+    few: Few,
+    arguments: Few,
+    module: nn.Module | None,
+    grad: bool,
+) -> str:
+    again = {name: x.clone() if isinstance(x, Tensor) else x for name, x in few.items()}  # own may write to few
     ours = replacement(few)
     found = None
     for enabled in {grad: None, False: None}:  # some functions run without gradients only
@@ -91,6 +126,18 @@ def difference(
         return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
     if leaf is not None:  # a gain of 1 or a state of 0 changes no output yet, and would never be trained
         return f"its output also depends on {name_of(module, leaf)}, which is no argument"
+    try:
+        with torch.set_grad_enabled(enabled):
+            second = own(again)
+        second = (second[0] if isinstance(second, tuple) else second).detach().double()
+    except Exception as error:
+        return f"it raises {type(error).__name__} ({error}) when it is called again"
+    distance = (found - second).abs().max().item()
+    if distance > bar / 10 * scale:  # atomic additions come in another order, too
+        return (
+            f"its outputs differ by {distance:.2g} of {scale:.2g} when it is called again with the same tokens, so it "
+            "keeps a state from call to call, where the function begins every call with zeros (let its forward do so)"
+        )
     trained = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
     return _difference_of_gradients(own, replacement, few, trained) if trained else ""
 

@@ -414,3 +414,67 @@ def written() -> bool:
 def test_the_comparison_works_on_copies(ranks: Ranks) -> None:
     """The first tokens were scaled twice in the first call."""
     assert ranks(2, written) == [True, True]
+
+
+class Keeps(nn.Module):
+    """Retention that goes on from the state of the batch before, or keeps the state for others to read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.state = how, 0, torch.zeros(1, 2, 4, 4, dtype=torch.float64)
+        self.register_buffer("kept", torch.zeros(1, 2, 4, 4, dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        before = torch.zeros_like(self.state) if self.how == "for others" else self.state + self.kept
+        out, state = recur_from(before, q, k, v, decay, None)
+        self.calls += 1
+        if self.how == "attribute":
+            self.state = state.detach()
+        elif self.how == "buffer":
+            self.kept = state.detach()
+        else:  # in place
+            self.kept.copy_(state.detach())
+        return out
+
+
+class Gated(nn.Module):
+    """A mixer whose function, which is called as fla's, goes on from the state that the mixer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Keeps("attribute")
+        self.chunk_simple_gla = lambda q, k, v, g: (self.inner(scaled(q), k, v, g), None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        return self.chunk_simple_gla(q, k, v, decay)[0]
+
+
+@on_ranks
+def keeping() -> dict[str, str]:
+    """The errors of modules that keep states, of which only one rank sees some."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 12, 2, 4, dtype=torch.float64, generator=generator)
+    given = q, k, v, -0.1 * torch.rand(1, 12, 2, dtype=torch.float64, generator=generator)
+    for how in ("attribute", "buffer", "in place", "for others", "a function", "on one rank"):
+        one = how == "on one rank"
+        made = Gated() if how == "a function" else Keeps("attribute" if one and dist.get_rank() else how)
+        made.how = "for others" if one and not dist.get_rank() else getattr(made, "how", "")  # type: ignore[assignment]
+        model = nn.ModuleDict({"inner": made})
+        options = {} if how == "a function" else {"kind": "linear_recurrence"}
+        parallelize_module(model, mesh, {"inner": RecurrentContextParallel(**options)})  # type: ignore[arg-type]
+        with torch.no_grad():
+            found[how] = error_of(lambda model=model: model["inner"](*given))
+        keeps: Any = made.inner if isinstance(made, Gated) else made
+        assert keeps.calls == 0 and not keeps.state.any() and not keeps.kept.any(), how
+    return found
+
+
+def test_states_that_are_kept_from_batch_to_batch_are_refused(ranks: Ranks) -> None:
+    """The first call was the same, from a state of zeros; every other one began with zeros again, without a word."""
+    first, second = ranks(2, keeping)
+    assert not first.pop("for others") and not second.pop("for others")
+    for found in (first, second):
+        assert "ValueError" in found.pop("on one rank")
+        for how, text in found.items():
+            assert "ValueError: " in text and "when it is called again with the same tokens" in text, (how, text)
