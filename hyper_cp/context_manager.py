@@ -545,6 +545,7 @@ class _BlockMixer(RunningMixer):
     def __init__(self, routing: _Routing) -> None:
         binding = routing.call.binding
         super().__init__(binding.name, None, binding.active.views[0], binding.style.mode.layout, None)
+        self.owner, self.shares = binding, routing.call.shares
         self.routing = ref(routing)  # which holds this one: a cycle would keep all buffers until Python looks for it
 
     def current(self) -> RunningMixer | None:

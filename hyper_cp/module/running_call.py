@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -134,33 +134,56 @@ def _keep(call: RunningCall, rows: Tensor, cp: CPMesh, documents: Tensor | None)
 
 
 def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
-    """Warn, once for a style on a module, of queries that are parts of this rank's share, as further batch rows or one
-    call after another; or of which each position of the share is a batch row."""
+    """:func:`warn_of_windows` for an attention call, also of one call after another."""
     if is_compiling() or call.binding.warned or q.ndim != 4 or not call.mesh.parallel:
         return
     rows, length = q.shape[0], q.shape[2]
     call.calls[rows, length] = call.calls.get((rows, length), 0) + 1
-    for batch, share in [*call.shares, call.mesh.views[0].batch.rows_and_share]:
+    shares = [*call.shares, call.mesh.views[0].batch.rows_and_share]
+    calls = 1 if call.module is None else call.calls[rows, length]
+    warn_of_windows(call.binding, f"{call.binding.name} attends to", (rows, length), shares, calls)
+
+
+class MayWarn(Protocol):
+    """A style on a module, or the hooks of one."""
+
+    warned: bool
+    """True once a call has warned of windows of the sequence."""
+
+
+def warn_of_windows(
+    owner: MayWarn, runs_over: str, sizes: tuple[int, int], shares: list[tuple[int, int]], calls: int = 1
+) -> None:
+    """Warn, once for an owner, of sequences that are parts of this rank's share, as further batch rows or one call
+    after another; or of which each position of the share is a batch row.
+
+    Args:
+        sizes: rows and positions of a call.
+        shares: rows and positions of tensors that may hold this rank's share.
+        calls: the calls of this size so far.
+    """
+    rows, length = sizes
+    for batch, share in shares:
         if rows == batch * share > batch and length != share:
-            call.binding.warned = True
+            owner.warned = True
             warnings.warn(
-                f"{call.binding.name} attends to {rows} sequences of {length} positions, one for each of the {share} "
-                f"positions in the {batch} rows that this rank holds (a frame of a video, say). Attention joins each "
-                "with the one of every other rank in its place. Leave the module out of the plan (or the block) if "
-                "these sequences are not split; else ignore this warning",
-                stacklevel=4,
+                f"{runs_over} {rows} sequences of {length} positions, one for each of the {share} "
+                f"positions in the {batch} rows that this rank holds (a frame of a video, say). Each is joined with "
+                "the one of every other rank in its place. Leave the module out of the plan (or the block) if these "
+                "sequences are not split; else ignore this warning",
+                stacklevel=5,
             )
             return
-        again = 1 if rows > batch or call.module is None else call.calls[rows, length]
+        again = 1 if rows > batch else calls
         if rows * length * again == batch * share and 0 < length < share and share % length == 0:
-            call.binding.warned = True
+            owner.warned = True
             warnings.warn(
-                f"{call.binding.name} attends to sequences of {length} positions, {share // length} for each of the "
-                f"{batch} rows of {share} positions that this rank holds. Attention joins each with the same one "
+                f"{runs_over} sequences of {length} positions, {share // length} for each of the "
+                f"{batch} rows of {share} positions that this rank holds. Each is joined with the same one "
                 "of every other rank, so windows, frames or blocks of the split sequence would see others. If they lie "
                 "within a rank's share, leave the module out of the plan (or the block); if each rank holds a part of "
                 "all of them, ignore this warning",
-                stacklevel=4,
+                stacklevel=5,
             )
             return
 

@@ -286,3 +286,51 @@ def test_wrong_use_is_refused_with_the_reason(ranks: Ranks) -> None:
         assert found["degree"].startswith("ValueError") and "4" in found["degree"]
         assert "RecurrentContextParallel on ('layers.1" in found["left out"], found["left out"]
         assert found["unharmed"] == ""
+
+
+class Frames(nn.Module):
+    """A mixer within windows of ``size`` tokens, which become rows of the batch in front of it or in itself; 0: over
+    the whole sequence, -1: over every other token."""
+
+    def __init__(self, size: int, inside: bool) -> None:
+        super().__init__()
+        self.size, self.mixer = size, mixer.Mixer()
+        if inside:
+            whole = self.mixer.forward
+            self.mixer.forward = lambda x: self.within(whole, x)  # type: ignore[method-assign]
+        self.cut = (lambda f, x: f(x)) if inside else self.within
+
+    def within(self, function: Any, x: Tensor) -> Tensor:
+        if self.size < 0:
+            return function(x[:, ::2]).repeat_interleave(2, 1)
+        return function(x.reshape(-1, self.size or x.shape[1], 8)).view_as(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cut(self.mixer, x)
+
+
+@on_ranks
+def warnings_of_frames(way: str, size: int) -> list[int]:
+    """Warnings of windows in two forwards: in a plan, in the block of a batch, and in one with a buffer."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), []
+    model, x = Frames(size, way == "in the mixer"), torch.randn(2, 16, 8)
+    handler = ContextParallelHandler(mesh, "contiguous")
+    batch = handler.get_batch_on_this_cp_rank({"inputs_embeds": x})
+    if way != "block":
+        parallelize_module(model, mesh, {"mixer": RecurrentContextParallel()})
+    block = context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous")
+    with block if way == "block" else handler.documents(batch if way == "in front" else None):
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model(x if way == "block" else batch["inputs_embeds"])
+            found.append(sum("windows, frames or blocks" in str(w.message) for w in caught))
+    return found
+
+
+def test_windows_that_are_rows_of_the_batch_warn_once(ranks: Ranks) -> None:
+    """Each was joined with that of the other ranks, without a word."""
+    for way in ("block", "in front", "in the mixer"):
+        assert ranks(2, warnings_of_frames, way, 4) == [[1, 0]] * 2, way
+        for size in (0, -1):
+            assert ranks(2, warnings_of_frames, way, size) == [[0, 0]] * 2, way

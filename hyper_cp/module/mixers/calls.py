@@ -33,6 +33,7 @@ from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
 from ..replaced import Few, difference, first_tokens
+from ..running_call import MayWarn, warn_of_windows
 from ..thread_stack import ThreadStack
 
 
@@ -50,6 +51,10 @@ class RunningMixer:
     routed: bool = False
     """True once a call was routed."""
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    owner: MayWarn | None = None
+    """The hooks, or the style, that warn once; None: nothing warns."""
+    shares: list[tuple[int, int]] = field(default_factory=list)
+    """Rows and positions of tensors that may hold this rank's share of the sequence."""
 
     def alive(self) -> bool:
         """True while the module's call is on the stack of this thread, or the block has not ended."""
@@ -58,6 +63,12 @@ class RunningMixer:
     def current(self) -> RunningMixer | None:
         """The mixer itself; a block may leave a call to another one."""
         return self
+
+    def look_for_windows(self, what: str, rows: int, length: int) -> None:
+        """Warn, once, of a call whose sequences are parts of this rank's share, as further batch rows."""
+        if not is_compiling() and self.owner is not None and not self.owner.warned and self.cp.size > 1:
+            shares = [*self.shares, self.cp.batch.rows_and_share]
+            warn_of_windows(self.owner, f"{self.name} runs a {what} over", (rows, length), shares)
 
     def recur(
         self,
@@ -69,6 +80,7 @@ class RunningMixer:
         final_state: list[Tensor] | None = None,
     ) -> Tensor:
         """A linear recurrence over the sequence of all ranks."""
+        self.look_for_windows("recurrence", v.shape[0], v.shape[1])
         where = {"mesh": self.cp, "layout": self.layout, "documents": self.documents, "name": self.name}
         options = {**where, "final_state": final_state, "ulysses_degree": self.ulysses_degree}
         return linear_recurrence(q, k, v, decay, beta, **options)  # type: ignore[arg-type]
@@ -121,6 +133,7 @@ def _convolution(
     states = {"initial_states": initial_states, "return_final_states": return_final_states}
     states |= {"final_states_out": final_states_out, **_changing(others)}
     _refuse(mixer, "causal_conv1d_fn", {"seq_idx": seq_idx, **states})
+    mixer.look_for_windows("convolution", x.shape[0], x.shape[-1])
     where = {"mesh": mixer.cp, "layout": mixer.layout, "documents": mixer.documents, "name": mixer.name}
     return causal_conv1d(x, weight, bias, activation=activation, **where)  # type: ignore[arg-type]
 

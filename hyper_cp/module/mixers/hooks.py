@@ -31,7 +31,7 @@ class MixerHooks:
     def __init__(
         self, module: nn.Module, name: str, where: Callable[[nn.Module], Where | None] = lambda _: None
     ) -> None:
-        self.name, self.where = name, where
+        self.name, self.where, self.warned = name, where, False
         self.check_calls(module)
         if getattr(module, "bidirectional", False) or getattr(module, "is_causal", True) is False:
             raise NotImplementedError(
@@ -63,11 +63,11 @@ class MixerHooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin to route."""
-        self.begin(module, self.where(module))
+        self.begin(module, self.where(module), (*args, *kwargs.values()))
         return args, kwargs
 
-    def begin(self, module: nn.Module, found: Where | None) -> None:
-        """Route the calls of a module that begins to run; None: one rank, nothing is routed."""
+    def begin(self, module: nn.Module, found: Where | None, given: tuple[Any, ...]) -> None:
+        """Route the calls of a module that begins to run with these arguments; None: one rank, nothing is routed."""
         while (outer := running_mixers.top) is not None:
             # The call that begins here is on the stack of Python too: another one of the same module needs two.
             interrupted = not is_compiling() and outer.module is module and calls_running(module) < 2
@@ -77,7 +77,11 @@ class MixerHooks:
         if found is not None:
             if not is_compiling():
                 route(type(module))  # again: a cell of a notebook may have bound the functions anew
-            running_mixers.push(RunningMixer(self.name, module, *found))
+            hidden = (
+                [] if is_compiling() or self.warned else [x for x in given if isinstance(x, Tensor) and x.ndim == 3]
+            )
+            shares = [(x.shape[0], x.shape[1]) for x in hidden]
+            running_mixers.push(RunningMixer(self.name, module, *found, owner=self, shares=shares))
         else:
             alone.push(module)
 
@@ -123,5 +127,5 @@ class StyledMixerHooks(MixerHooks):
         tensors = (*args, *kwargs.values())
         mesh, documents = begin_call(self.binding, module, lambda: (self.binding.active_documents(given),), tensors)
         where = mesh.views[0], self.binding.style.mode.layout, documents, None if self.exchange_heads else 1
-        self.begin(module, where if mesh.parallel or documents is not None else None)
+        self.begin(module, where if mesh.parallel or documents is not None else None, tensors)
         return args, kwargs
