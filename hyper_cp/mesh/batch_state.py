@@ -408,6 +408,8 @@ class BatchState:
             block.used = True  # also by cross-attention, which its documents do not describe
         if not self.fits(length, layout, ranks):
             return
+        if layout is not None and ranks > 1 and not entered and not self.layouts_of_buffers:
+            self.lengths.warn_of_layout(length, layout)
         if length not in self.lengths:
             if ranks > 1:
                 self.lengths.warn_of_change(length, entered[-1].split if entered else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from .._torch.checkpoint import in_backward
 from .._torch.compiling import is_compiling
 from .split import Split
 
@@ -19,7 +20,11 @@ class ShareLengths:
     def __init__(self) -> None:
         self._made: dict[int, bool] = {}
         """True for those that a handler has split."""
-        self._warned = self._warned_of_whole = False
+        self._layouts: dict[int, set[str]] = {}
+        """Layouts in which handlers have split shares of these lengths."""
+        self._last = ""
+        """The layout of the last of these."""
+        self._warned = self._warned_of_whole = self._warned_of_layout = False
         """True once a call with a few positions more or less than a share has been warned of."""
 
     def record(self, length: int, split: bool = False) -> None:
@@ -29,6 +34,30 @@ class ShareLengths:
         self._made[length] = split
         if len(self._made) > LENGTHS:
             self._made.pop(next(iter(self._made)), None)
+
+    def record_layout(self, length: int, layout: str) -> None:
+        """Record the layout of a share that a handler has made."""
+        if not is_compiling():
+            self._last = layout
+            self._layouts.setdefault(length, set()).add(layout)
+            if len(self._layouts) > LENGTHS:
+                self._layouts.pop(next(iter(self._layouts)), None)
+
+    def warn_of_layout(self, length: int, layout: str) -> None:
+        """Warn, once, of a call outside of blocks in a layout in which no handler has split a share of its length,
+        while the last split, like those of this length, had another one."""
+        known = self._layouts.get(length, ())
+        if self._warned_of_layout or layout in known or self._last not in known or in_backward():
+            return
+        self._warned_of_layout = True
+        warnings.warn(
+            f"attention or a recurrence runs over {length} positions on this rank with layout={layout!r}, and handlers "
+            f"of this mesh have split shares of that length as {' and '.join(map(repr, sorted(known)))} only. It would "
+            f"assign wrong positions to their tokens. Pass layout={self._last!r} to the function (its default may be "
+            "another one), or make the handler of the model's style. If these are tokens that no handler has split, "
+            "ignore the warning",
+            stacklevel=8,
+        )
 
     @property
     def made(self) -> set[int]:

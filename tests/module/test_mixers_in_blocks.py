@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import threading
+import warnings
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hyper_cp import ContextParallel, ContextParallelHandler, RecurrentContextParallel, context_parallel
+from hyper_cp.mesh.share_lengths import ShareLengths
 from hyper_cp.module.mixers import calls
-from hyper_cp.ops import attention, causal_conv1d, linear_recurrence
+from hyper_cp.ops import attention, causal_conv1d, linear_recurrence, windows
 from tests.harness import mixer, modules
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
 from tests.harness.recurrence_oracle import convolve, recur
@@ -569,3 +571,41 @@ def test_a_function_with_a_name_of_fla_that_is_another_is_refused(ranks: Ranks, 
             assert error <= 1e-10 and errors == ["", ""]
         else:
             assert all(text.startswith("ValueError") and "chunk_simple_gla of" in text for text in errors), errors
+
+
+@on_ranks
+def layouts_of_functions(layout: str, also: bool) -> list[int]:
+    """Warnings of two calls of each function, outside of a block, for the share of a handler's batch. ``also``: another
+    handler has split in that layout too."""
+    found = []
+    for what in ("recurrence", "convolution", "windows", "backward"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        given: dict[str, Any] = {"layout": layout, "mesh": mesh}
+        handler = ContextParallelHandler(mesh, "head_tail")
+        handler.cp.batch.lengths = ShareLengths()  # other tests have had this mesh
+        if also:
+            ContextParallelHandler(mesh, layout).dispatch(torch.ones(1, 28), 1)
+        x = handler.get_batch_on_this_cp_rank({"inputs_embeds": torch.ones(1, 28, 2)})["inputs_embeds"]
+        heads = x[:, :, None].requires_grad_()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                if what == "recurrence":
+                    linear_recurrence(heads, heads, heads, -torch.ones(1), **given)
+                elif what == "convolution":
+                    causal_conv1d(x.mT, torch.ones(2, 3), **given)
+                elif what == "windows":
+                    windows(x, [1], **given)
+                else:  # behind the block of a table, which no handler has split
+                    with ContextParallelHandler(mesh, layout).documents([0, 28]):
+                        out = linear_recurrence(heads, heads, heads, -torch.ones(1), **given)
+                    out.sum().backward()
+        found.append(sum("split shares of that length as 'head_tail' only" in str(w.message) for w in caught))
+    return found
+
+
+def test_functions_of_another_layout_than_the_last_split_warn_once(ranks: Ranks) -> None:
+    """Their default is "contiguous": errors of 0.6, without a word, where no block says how the batch was split."""
+    assert ranks(2, layouts_of_functions, "contiguous", False) == [[1, 1, 1, 0]] * 2
+    assert ranks(2, layouts_of_functions, "contiguous", True) == [[0, 0, 0, 0]] * 2
+    assert ranks(2, layouts_of_functions, "head_tail", False) == [[0, 0, 0, 0]] * 2
