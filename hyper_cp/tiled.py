@@ -323,7 +323,8 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(x)
+        # In graphs autograd finds weights that were changed in place since; else `check_weights` does, also under FSDP.
+        ctx.save_for_backward(x, *(parameters if is_compiling() else ()))
         out = None
         with call.running():
             for start, length in call.parts(x.shape[call.dim]):
@@ -339,7 +340,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once("a tiled module")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call, (x,), of_x = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1]
+        call, (x, *_), of_x = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1]
         parameters = [p for p in call.module.parameters() if p.requires_grad]
         if len(parameters) != call.parameters:
             raise RuntimeError(

@@ -258,6 +258,16 @@ class Buffered(nn.Module):
         return torch.tanh(self.dropout(self.layer(x)) * self.scale)
 
 
+def test_a_compiled_module_does_not_differentiate_with_other_weights() -> None:
+    inner = nn.Linear(WIDTH, WIDTH)
+    module = tiled(nn.Sequential(inner, nn.Tanh(), nn.Linear(WIDTH, WIDTH)), 2)
+    out = torch.compile(module, backend="aot_eager")(torch.zeros(2, 8, WIDTH, requires_grad=True))
+    with torch.no_grad():
+        inner.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["scale", "count", "replaced"])
 def test_buffers_that_are_changed_between_forward_and_backward_are_refused(name: str) -> None:
     """Also by another than the module in a buffer that it writes itself."""

@@ -174,3 +174,25 @@ def test_alone_it_is_counted_and_what_a_model_does_to_logits_is_refused(ranks: A
     assert abs(counted["plain loss"] - counted["chunked loss"]) <= 1
     assert counted["plain saved"] - counted["chunked saved"] >= 0.95 * logits
     assert counted["plain peak"] - counted["chunked peak"] >= 1.5 * logits
+
+
+@on_ranks
+def behind_an_interrupted_forward() -> bool:
+    """True if an evaluation has logits behind a forward with labels that Ctrl-C has ended: torch runs no hooks then."""
+    made, handler = prepared(model_of("llama"))
+    local = prepare_batch(handler, batch_of())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = made.model.layers[0].register_forward_pre_hook(interrupt)
+    try:
+        made(**local)
+    except KeyboardInterrupt:
+        hook.remove()
+    shown = {name: x for name, x in local.items() if "labels" not in name}
+    return isinstance(made(**shown).logits, Tensor)
+
+
+def test_an_evaluation_behind_an_interrupted_forward_has_logits(ranks: Any) -> None:
+    assert ranks(2, behind_an_interrupted_forward) == [True, True]

@@ -142,6 +142,8 @@ class ChunkedLoss:
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Defer the head for a forward that computes a loss."""
+        vars(model).pop(self.attribute, None)  # of a forward that Ctrl-C has ended without its hooks
+        self.running = False
         if kwargs.get("labels") is None:
             return
         if is_compiling():
