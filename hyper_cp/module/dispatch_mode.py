@@ -60,10 +60,11 @@ class DispatchMode(EnteredMode):
         if routed is not None and call.alive():  # else a KeyboardInterrupt ended the call without its hooks
             call.routed = True
             request = routed.read(call.binding.name, *args, **kwargs)
-            unmasked, length = call.must_route and not request.masked, request.query.shape[-2]
+            mask, length = request.call.mask, request.query.shape[-2]
+            check = call.must_route and not request.blocks and not is_compiling()
             out = routed_attention(call, request)  # it may adapt the request, and with it the caller's form
-            if unmasked and not is_compiling():
-                refuse_lengths_of_shares(call, length)
+            if check:
+                refuse_lengths_of_shares(call, length, mask)
             return request.to_caller(out)
         if func is decode_attention and call.alive():
             _check_decoding(call, args[1])

@@ -23,15 +23,18 @@ _MASKS = "create_sliding_window_causal_mask"
 """The name in the file of a model that masks by its configuration, also if attention is not told of the window."""
 
 
-def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
-    """Raise ``ValueError`` if an attention call without a mask comes from a model of transformers that would have made
-    one, or have rotated by other frequencies, had it known the whole sequence.
+def refuse_lengths_of_shares(call: RunningCall, length: int, mask: Tensor | None) -> None:
+    """Raise ``ValueError`` if an attention call comes from a model of transformers that would have made a mask, or
+    another one for a window, or have rotated by other frequencies, had it known the whole sequence.
 
     It is called when the ranks have compared their calls: all raise, or none.
 
     Args:
         length: the positions of this rank's queries.
+        mask: that of the call, ``[..., Sq, Sk]``. Masks of all positions are the caller's own.
     """
+    if mask is not None and (mask.shape[-2] != length or mask.shape[-1] == length):
+        return
     mode, size = call.binding.style.mode, call.mesh.views[0].size
     code = getattr(getattr(sys.modules.get(_CALLER[0]), _CALLER[1], None), "__code__", None)
     if code is None or size == 1:
@@ -45,11 +48,13 @@ def refuse_lengths_of_shares(call: RunningCall, length: int) -> None:
     given = {"sliding_window": module.sliding_window} if frame is None and hasattr(module, "sliding_window") else given
     name, remedy = type(module).__name__, "Prepare it: hyper_cp.hf.prepare_model(model, mesh), and prepare_batch"
     window = _window(module, config, given)
-    if mode.window is None and window is not None and length < window < _longest(call.documents, whole):
+    least = length if mask is None else 0  # in a mask for the rows of a share, windows begin at its first row
+    if mode.window is None and window is not None and least < window < _longest(call.documents, whole):
+        made = "no mask for them" if mask is None else f"a mask of {tuple(mask.shape)} for them"
         raise ValueError(
-            f"{call.binding.name}: {name} has a window or chunks of {window} positions, and its model made no mask for "
-            f"them: it knows the {length} positions of this rank's share only, of {whole}. Attention would see what "
-            f"one device hides. {remedy}"
+            f"{call.binding.name}: {name} has a window or chunks of {window} positions, and its model made {made}: it "
+            f"knows the {length} positions of this rank's share only, of {whole}. Attention would see what one device "
+            f"hides. {remedy}"
         )
     for kind, usual in _frequencies(config):
         ends = _ends(mode.layout, size, whole, call.documents) if usual < whole else ()

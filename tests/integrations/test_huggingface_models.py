@@ -1186,3 +1186,19 @@ def test_lengths_of_shares_are_refused_in_models_that_are_not_prepared(ranks: An
     for error, off in ranks(2, unprepared, name, way):
         assert error.startswith("ValueError") and re.search(UNPREPARED[name][2], error), error
         assert off <= 1e-10
+
+
+@on_ranks
+def windows_of_rows_of_a_share() -> str:
+    """The error of an encoder with windows that is only routed, and makes its masks of the padding mask of all
+    positions."""
+    mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), tokens(24)
+    model, mask, at = tiny_causal("modernbert", MASKED), torch.ones_like(ids), torch.arange(24).expand(2, -1).clone()
+    with context_parallel(mesh, buffers=[ids, at], buffer_seq_dims=[1, 1]):
+        return error_of(lambda: model(input_ids=ids, attention_mask=mask, position_ids=at))
+
+
+def test_masks_for_windows_of_the_rows_of_a_share_are_refused(ranks: Any) -> None:
+    """Their windows began at the first row of the share: gradients were off by up to 120 %."""
+    for error in ranks(2, windows_of_rows_of_a_share):
+        assert error.startswith("ValueError: a model in context_parallel: ModernBertAttention has a window"), error
