@@ -493,17 +493,21 @@ def counts_locally(x: Tensor, binding: Binding) -> bool:
     documents = read(cp.batch.known_documents)
     if by_documents(layout) if documents is None else documents.rows[0][-1] != length * cp.size:
         return False  # positions are unknown
-    own = resolve(layout, cp.size, length * cp.size, documents).positions(cp.rank)
+    try:
+        own = resolve(layout, cp.size, length * cp.size, documents).positions(cp.rank)
+    except ValueError:  # shares of such a length are of a batch in another layout
+        return False
     own = own[None] if documents is None else torch.cat([own[None], documents.restarted(own)])
     return list(range(length)) not in own.tolist()
 
 
 def counts_from_0(x: Tensor) -> bool:
-    """True if the last dimension of ``x`` is 0, 1, 2, ... (The host waits for these values.)"""
+    """True if the last dimension of ``x`` is 0, 1, 2, ... in each row. (The host waits for these values.)"""
     if x.is_meta or not x.numel() or x.ndim == 0 or x.shape[-1] < 2 or x.dtype in (torch.bool, torch.complex64):
         return False
-    first: list[Any] = unseen(lambda: x.detach().reshape(-1, x.shape[-1])[0].tolist(), x.device)
-    return first == list(range(x.shape[-1]))
+    here = x.detach()
+    found: bool = unseen(lambda: bool((here == torch.arange(here.shape[-1], device=here.device)).all()), x.device)
+    return found
 
 
 def takes_positions(func: Any, caller: nn.Module) -> bool:

@@ -589,6 +589,8 @@ class Counting(nn.Module):
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         if "counted" in self.kind:
             at = torch.arange(ids.shape[1])
+        elif "padded row" in self.kind:  # its first token is the first of this rank
+            at = torch.stack([torch.arange(ids.shape[1]), at[1]])
         x = (self.tokens(ids) + self.table(at))[:, None]
         return self.inner(x, x, x)
 
@@ -616,7 +618,8 @@ def test_positions_that_are_counted_locally_warn_once(ranks: Any) -> None:
     for kind in ("counted table", "counted rotary"):
         assert ranks(2, local_positions, kind, "contiguous") == [[0, 0], [1, 0]]
         assert ranks(2, local_positions, kind, "head_tail") == [[1, 0], [1, 0]]
-    assert ranks(2, local_positions, "given table", "head_tail") == [[0, 0]] * 2
+    for kind in ("given table", "table with a padded row"):
+        assert ranks(2, local_positions, kind, "head_tail") == [[0, 0]] * 2
     for kind, warned in (("counted table", 1), ("given table", 0)):  # padded, or packed
         assert ranks(2, local_positions, kind, "contiguous", 15) == [[0, 0], [warned, 0]]
         assert ranks(2, local_positions, kind, "contiguous", 16, (0, 5, 16)) == [[0, 0], [warned, 0]]
