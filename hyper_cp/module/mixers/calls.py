@@ -642,7 +642,8 @@ def _compare(
 
     real = all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors)  # fake tensors, say, have no values
     verdict = unseen(found, tensors[0].device) if real and tensors else ""
-    signature, outcome = (("module", mixer.name), ("function", name)), (("result", verdict and "differs"),)
+    signature = ("module", mixer.name), ("function", name)
+    outcome = (("result of the replaced function", "differs" if verdict else "agrees"),)
     mixer.cp.agree("module", signature, mixer.name, once=outcome, always=True)
     if verdict:
         raise ValueError(
