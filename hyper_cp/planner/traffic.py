@@ -28,6 +28,8 @@ class Ranks:
     ring: int
     ulysses: int
     gpus_per_host: int
+    world: int = 0
+    """The ranks of all cp meshes; 0: of this one."""
 
     @property
     def size(self) -> int:
@@ -36,12 +38,17 @@ class Ranks:
     @property
     def ulysses_inside(self) -> int:
         """Ranks of a Ulysses group on one host."""
-        return min(self.ulysses, self.gpus_per_host)
+        return self._inside(self.ulysses)
 
     @property
     def ring_inside(self) -> int:
         """Ranks of a ring on one host."""
-        return min(self.ring, max(1, self.gpus_per_host // self.ulysses))
+        return min(self.ring, max(1, self._inside(self.size) // self.ulysses))
+
+    def _inside(self, group: int) -> int:
+        """Ranks on one host of a group that follow each other, at least: groups that do not fit into hosts begin
+        anywhere in them (6 ranks on hosts of 8 are 2 and 4)."""
+        return group if (self.world or self.size) <= self.gpus_per_host else math.gcd(group, self.gpus_per_host)
 
     @property
     def crosses(self) -> bool:
@@ -110,9 +117,10 @@ def indexer_transfers(
     rank: int,
     work: RankWork,
     element: int,
+    world: int = 0,
 ) -> TransferTimes:
     """The transfers of an indexer on one of ``ranks`` ranks, which are one ring: its keys, in forward only."""
-    found, ring = TransferTimes(), Ranks(ranks, 1, cluster.gpus_per_host)
+    found, ring = TransferTimes(), Ranks(ranks, 1, cluster.gpus_per_host, world)
     _add_keys(found, cluster, ring, kv_exchange, batch * model.indexer_dim, length, rank, work, element)
     forward = element / (2 * element + ACCUMULATED)
     return replace(
@@ -126,7 +134,14 @@ def indexer_transfers(
 
 
 def pooling_transfers(
-    pooling: Pooling, cluster: Cluster, ranks: int, layout: str, batch: int, length: int, element: int
+    pooling: Pooling,
+    cluster: Cluster,
+    ranks: int,
+    layout: str,
+    batch: int,
+    length: int,
+    element: int,
+    world: int = 0,
 ) -> TransferTimes:
     """The transfers of one layer's entries, on one of ``ranks`` ranks: rows before each range that a rank holds, and
     entries. Each is one gather, and one sum of gradients unless they are an indexer's. In ``head_tail`` the two chunks
@@ -136,7 +151,7 @@ def pooling_transfers(
     numbers = batch * (rows * pooling.row + -(-share // pooling.every) * pooling.width)
     if ranks == 1:
         return found
-    _add_gather(found, cluster, Ranks(ranks, 1, cluster.gpus_per_host), 1, numbers, element)
+    _add_gather(found, cluster, Ranks(ranks, 1, cluster.gpus_per_host, world), 1, numbers, element)
     sent = (element + (ACCUMULATED if pooling.window else 0)) / (2 * element + ACCUMULATED)
     return replace(
         found,

@@ -13,6 +13,7 @@ from hyper_cp.planner import work as works
 from hyper_cp.planner.cluster import PROFILES, Cluster
 from hyper_cp.planner.model import ModelShape
 from hyper_cp.planner.strategies import Estimator, Strategy, Workload
+from hyper_cp.planner.traffic import Ranks
 from hyper_cp.schedule import tiles
 from hyper_cp.schedule.documents import PackedDocuments
 
@@ -136,3 +137,23 @@ def test_the_order_of_the_published_modes(mask: str, ranks: int) -> None:
             if abs(math.log(theirs)) > SAME and (theirs > 1) != (ours > 1):
                 reversed_pairs.add((a, b, direction))
     assert not reversed_pairs, found
+
+
+def test_groups_that_do_not_fit_into_hosts_lie_on_several() -> None:
+    """They were priced as if each lay inside one host."""
+    for ring, ulysses, world, want in (
+        (6, 1, 24, (1, 2)),
+        (3, 1, 24, (1, 1)),
+        (1, 6, 24, (2, 1)),
+        (2, 6, 24, (2, 1)),
+        (3, 4, 24, (4, 1)),
+        (3, 2, 24, (2, 1)),
+        (4, 2, 16, (2, 4)),
+        (4, 4, 16, (4, 2)),
+        (1, 16, 32, (8, 1)),
+        (6, 1, 6, (1, 6)),  # one host
+        (6, 1, 0, (1, 6)),
+        (3, 4, 0, (4, 1)),
+    ):
+        ranks = Ranks(ring, ulysses, 8, world)
+        assert (ranks.ulysses_inside, ranks.ring_inside) == want, ranks
