@@ -630,7 +630,8 @@ class ContextParallelHandler(Shares):
                 :meth:`mean_loss`: a weighted sum or mean, or the last token whose weight is not 0.
             documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``,
                 ``"balanced"`` and ``"auto"`` they must be those by which the tokens were placed, as for
-                :meth:`combine`. Documents without positions are left out, and so is padding.
+                :meth:`combine`. Documents without positions are left out, and so is padding; in the block of a batch
+                with padding, other documents than its own need a ``mask``.
             length: S before padding. Default: the length of the documents, or of the batch in whose block this is
                 called.
             gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the

@@ -111,19 +111,28 @@ def _check(x: Any, reduce: Any, mask: Any) -> None:
         )
 
 
-def _tokens_of_block(table: Tensor | None, given: Any) -> Tensor | None:
-    """False at padding of a block ``[1 or B, S]``, if documents that are given are its packed ones, parts of them, or
-    several of them in one; those of another batch have other boundaries, or padding of their own."""
+def _tokens_of_block(table: Tensor | None, given: Any, mask: Tensor | None) -> Tensor | None:
+    """False at padding of a block ``[1 or B, S]``, if documents that are given are its packed ones.
+
+    Raises:
+        ValueError: for others in the block of a batch with padding, without a mask: parts of that batch's documents
+            have its padding, and those of another sequence have not.
+    """
     if table is None or given is None:
         return None
     other: Any = documents_table(given)
     own, rows = packed_of(table).rows, read(other).rows
-    most = max(len(own), len(rows))
-    nested = len({len(own), len(rows), 1, most}) <= 2 and tokens_of(other) is None
-    for a, b in zip([*own] * (most // len(own)), [*rows] * (most // len(rows)), strict=False):
-        mine, others = {x for x in a if x < b[-1]}, {*b[:-1]}
-        nested &= mine <= others or others <= mine
-    return tokens_of(table) if nested else None
+    alike = len(own) == len(rows) and all(tuple(a[: len(b)]) == tuple(b) for a, b in zip(own, rows, strict=True))
+    same = alike or (len(own) == 1 and all(tuple(own[0][: len(b)]) == tuple(b) for b in rows))
+    if same or tokens_of(table) is None or tokens_of(other) is not None:  # a batch's own table knows its padding
+        return tokens_of(table) if same else None
+    if mask is None:
+        raise ValueError(
+            f"pool got documents={[list(row) for row in rows[:2]]}, which are not those of this handler.documents block, "
+            "whose batch has padding. Parts of its documents have that padding, and documents of another sequence have "
+            "not. Pass mask= (this rank's share of the tokens that count), or call pool behind the block"
+        )
+    return None
 
 
 def _documents_of_tokens(
@@ -157,7 +166,7 @@ def _documents_of_tokens(
         )
     counted = torch.arange(padded, device="cpu") < torch.tensor(ends or (padded,), device="cpu")[:, None]
     # Also padding inside, which is a document for attention, and that of the block of the documents that are given.
-    for tokens in (tokens_of(table), _tokens_of_block(state.documents_in_block, documents)):
+    for tokens in (tokens_of(table), _tokens_of_block(state.documents_in_block, documents, mask)):
         if tokens is not None:
             counted = counted & tokens
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)

@@ -162,14 +162,16 @@ def values_and_refusals() -> list[str]:
     before[0, :4] = before[1, 9:] = 0
     with handler.documents(inside := handler.get_batch_on_this_cp_rank({"x": x, "attention_mask": before})):
         assert handler.pool(inside["x"], "last", mask=mask).tolist() == [[10.0], [19.0]]
-        assert handler.pool(inside["x"], "sum", documents=[0, 5, 11], mask=mask).tolist() == [[4.0, 45.0], [50.0, 70.0]]
+        assert handler.pool(inside["x"], "sum", documents=[0, 11], mask=mask).tolist() == [[49.0], [120.0]]
     given = {"x": x.nan_to_num(), "cu_seqlens": [0, 4, 11], "attention_mask": torch.ones(2, 11).tril(8)}
     with handler.documents(inside := handler.get_batch_on_this_cp_rank(given)):
         for documents in (None, [0, 4, 11]):
             assert handler.pool(inside["x"], "sum", documents=documents).tolist() == [[6.0, 30.0], [50.0, 90.0]]
-        parts = handler.pool(inside["x"], "sum", documents=[0, 1, 4, 6, 11])
-        assert parts.tolist() == [[0.0, 6.0, 9.0, 21.0], [11.0, 39.0, 16.0, 74.0]]
-        assert handler.pool(inside["x"], "sum", documents=[0, 11]).tolist() == [[36.0], [140.0]]
+        counted, parts = handler.dispatch(torch.ones(2, 11).tril(8), 1, pad_value=0), [0, 1, 4, 6, 11]
+        sums = handler.pool(inside["x"], "sum", documents=parts, mask=counted)
+        assert sums.tolist() == [[0.0, 6.0, 9.0, 21.0], [11.0, 39.0, 16.0, 74.0]]
+        others = error_of(lambda: handler.pool(inside["x"], "sum", documents=parts))
+        assert "which are not those of this handler.documents block, whose batch has padding" in others
     twos = 2 * torch.ones(2, 11, dtype=torch.uint8).triu(8)  # rows of three and of two tokens that count
     for dtype, how in ((torch.uint8, "sum"), (torch.int64, "sum"), (torch.int64, "mean"), (torch.int64, "last")):
         sums = handler.pool(share, how, mask=handler.dispatch(twos.to(dtype), 1, pad_value=0), length=11)
