@@ -258,12 +258,14 @@ def check_ignore_index(ignore_index: int) -> None:
         )
 
 
-def _of_classes(losses: Tensor, labels: Tensor) -> Tensor:
+def _of_classes(losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """True where labels of the shape of losses are probabilities of classes, or one class of each token, and losses are
-    logits; padding may be zeros."""
-    sums = labels.double().sum(-1)
+    logits. Padding may be zeros, or be ignored."""
+    ignored = (labels == ignore_index).all(-1, keepdim=True)
+    of_tokens = labels.masked_fill(ignored, 0).double()
+    sums = of_tokens.sum(-1)
     one = (sums - 1).abs() < 0.02
-    within = (labels >= 0).all() & (labels <= 1).all() & (one | (sums == 0)).all() & one.any()
+    within = (of_tokens >= 0).all() & (of_tokens <= 1).all() & (one | (sums == 0)).all() & one.any()
     return within & (losses < 0).any()
 
 
@@ -283,10 +285,11 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             "equal shapes"
         )
     losses = losses if losses.dtype == torch.float64 else losses.float()
-    if labels is not None and labels.shape == losses.shape and labels.ndim > 2 - labels.is_floating_point():
+    several = labels is not None and labels.ndim > 2 - labels.is_floating_point() and labels.shape[-1] > 1
+    if labels is not None and several and labels.shape == losses.shape:
         if losses.device.type != "cpu" or is_compiling():  # the host would wait: all ranks get NaN
-            losses = losses.masked_fill(_of_classes(losses, labels), torch.nan)
-        elif _of_classes(losses, labels):
+            losses = losses.masked_fill(_of_classes(losses, labels, ignore_index), torch.nan)
+        elif _of_classes(losses, labels, ignore_index):
             raise NoClass(
                 f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and from 0 to 1 with a sum "
                 "of 1 for each token, beside losses below 0: probabilities of classes, it seems. Labels are numbers of "

@@ -35,7 +35,6 @@ def pool(
     _check(x, reduce, mask)
     if documents is None and length is None:
         refuse_sequence_first(shares, "x", x)
-    if length is None:
         refuse_cut_share(shares, "x", x)
     if mask is not None and (known := shares.cp.batch.entries.past_of(mask)) and known[0] is not None:
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
@@ -128,8 +127,8 @@ def _tokens_of_block(table: Tensor | None, given: Any, mask: Tensor | None) -> T
         return tokens_of(table) if same else None
     if mask is None:
         raise ValueError(
-            f"pool got documents={[list(row) for row in rows[:2]]}, which are not those of this handler.documents block, "
-            "whose batch has padding. Parts of its documents have that padding, and documents of another sequence have "
+            f"pool got documents={[list(row) for row in rows[:2]]}, which are not those of this handler.documents "
+            "block, whose batch has padding. Parts of its documents have that padding, and documents of another sequence have "
             "not. Pass mask= (this rank's share of the tokens that count), or call pool behind the block"
         )
     return None

@@ -878,7 +878,7 @@ def wrong() -> dict[str, str]:
                 torch.zeros(2, 4, 3) - 1, torch.ones(2, 4, 3) / 3
             ),
             r"labels are torch.float32 of shape \(8, 3\).*probabilities": lambda: handler.mean_loss(
-                torch.zeros(8, 3) - 1, torch.ones(8, 3) / 3
+                torch.zeros(8, 3) - 1, torch.cat([torch.ones(7, 3) / 3, torch.full((1, 3), -100.0)])
             ),
             "labels are torch.int64 of shape .*probabilities of classes": lambda: handler.mean_loss(
                 torch.zeros(2, 4, 3) - 1, torch.eye(3).long().repeat(2, 2, 1)[:, :4]
