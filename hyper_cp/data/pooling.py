@@ -128,7 +128,7 @@ def _tokens_of_block(table: Tensor | None, given: Any, mask: Tensor | None) -> T
     if mask is None:
         raise ValueError(
             f"pool got documents={[list(row) for row in rows[:2]]}, which are not those of this handler.documents "
-            "block, whose batch has padding. Parts of its documents have that padding, and documents of another sequence "
+            "block, whose batch has padding. Parts of its documents have that padding, and those of another sequence "
             "have not. Pass mask= (this rank's share of the tokens that count), or call pool behind the block"
         )
     return None
