@@ -240,10 +240,19 @@ class ContextParallelTrainer:
         """The same loss, of which a ``compute_loss`` of the user's around this one may make its own: that gets the mean
         over the ranks, with the gradient of this rank's part, so that any function of it is the same on all ranks."""
         if isinstance(watched := vars(self).get("compute_loss"), WatchedLoss):
-            part = loss.detach()
-            loss = loss + (by_rank(self.handler.mesh, part.reshape(1)).mean() - part)
+            loss = loss + (self._mean(loss) - loss.detach())
             watched.add(loss)
         return loss
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """The mean of a loss over the ranks that share the sequence, the same on all of them."""
+        return by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
+
+    @where_split
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Trainer's step. It returns the loss of the batch, by which a step of the user's around it may decide: the
+        same number on all ranks that share the sequence."""
+        return self._mean(super().training_step(*args, **kwargs))  # type: ignore[misc]
 
     @where_split
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -262,7 +271,7 @@ class ContextParallelTrainer:
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's output, whose ``training_loss`` has losses in it that were not logged: those of all ranks."""
         own, self._epoch = vars(self), None
-        own["_tr_loss"] = by_rank(self.handler.mesh, own["_tr_loss"].reshape(1)).mean()
+        own["_tr_loss"] = self._mean(own["_tr_loss"])
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     @where_split
@@ -273,8 +282,8 @@ class ContextParallelTrainer:
         if not labelled:  # Trainer does not call _prepare_context_parallel_inputs
             inputs = self._share(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        if loss is not None:  # the mean over the ranks that share the sequence
-            loss = by_rank(self.handler.mesh, loss.detach().reshape(1)).mean()
+        if loss is not None:
+            loss = self._mean(loss)
         if self._reads_whole_batches():
             return loss, logits, labels
         return loss, recursively_apply(lambda x: self._whole(x, length), logits), labels

@@ -39,8 +39,10 @@ def arguments(directory: str, made: str = "TrainingArguments", **changes: Any) -
         **{"max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
         **{"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "train_sampling_strategy": "sequential"},
     }
-    accelerator_of(cp_size=2).state._reset_state(True)
-    return getattr(transformers, made)(directory, parallelism_config=ParallelismConfig(cp_size=2), **options | changes)
+    sizes = {"cp_size": 2, "dp_shard_size": dist.get_world_size() // 2}
+    accelerator_of(**sizes).state._reset_state(True)
+    degrees = ParallelismConfig(**sizes)
+    return getattr(transformers, made)(directory, parallelism_config=degrees, **options | changes)
 
 
 def trained_alone(
@@ -370,6 +372,64 @@ def test_losses_of_a_share_are_warned_of(ranks: Any, tmp_path: Any, how: str, wo
     for said, loss, weights in ranks(2, own_loss, str(tmp_path), how):
         assert len(said) == bool(words) and all(re.search(words, x) for x in said), said
         assert how == "by itself" or (loss < 1e-6 and weights < 1e-10)
+
+
+@on_ranks
+def guarded(directory: str) -> tuple[list[float], list[float], float, float]:
+    """The losses that ``training_step`` returns to a step around it, which skips those above a limit, and those of its
+    data-parallel rank on one device; then the errors of the losses that are logged, and of weights."""
+    from hyper_cp.hf import Trainer
+
+    dp, model, oracle = dist.get_world_size() // 2, make("llama"), make("llama")
+    part, train, want, logged = dist.get_rank() // 2, samples(4 * dp), [], []
+    optimizer, limit = torch.optim.SGD(oracle.parameters(), lr=0.05), float("inf")
+
+    def one(rows: list[Any]) -> Tensor:
+        batch = torch.utils.data.default_collate(rows)
+        labels = batch.pop("labels")[:, 1:].flatten()
+        logits = oracle(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    def counted(rows: list[Any]) -> int:
+        return sum(int((row["labels"][1:] != -100).sum()) for row in rows)
+
+    steps = [train[2 * dp * step : 2 * dp * (step + 1)] for step in range(2)]
+    with InDouble():
+        if dp == 1:
+            limit = sum(one(rows).item() / counted(rows) for rows in steps) / 2
+        for rows in steps:
+            sums = [one(rows[2 * i : 2 * i + 2]) for i in range(dp)]
+            logged.append(sum(sums).item() / counted(rows))
+            want.append(sums[part].item() * dp / counted(rows))
+            if want[-1] <= limit:
+                (sum(sums) / counted(rows)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert dp > 1 or sum(x > limit for x in want) == 1
+
+    got: list[float] = []
+
+    class Guarded(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            got.append(loss.item())
+            if loss.item() > limit:
+                model.zero_grad()
+            return loss
+
+    trainer = Guarded(model, arguments(directory), train_dataset=train, style=STYLE)
+    with InDouble():
+        trainer.train()
+    return got, want, *errors(trainer, model, logged, oracle)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_step_around_that_of_trainer_reads_the_loss_of_the_batch(ranks: Any, tmp_path: Any, world: int) -> None:
+    """The same number on the ranks of a cp mesh: one that skips batches would skip others on each."""
+    found = ranks(world, guarded, str(tmp_path))
+    for got, want, loss, weights in found:
+        assert got == pytest.approx(want, rel=1e-6) and loss < 1e-6 and weights < 1e-10, (got, want, loss, weights)
+    assert all(x[0] == y[0] for x, y in zip(found[::2], found[1::2], strict=True))
 
 
 def padded(side: str) -> dict[str, Tensor]:
