@@ -16,7 +16,7 @@ from torch import Tensor
 from hyper_cp import ContextParallel
 from tests.harness.hf_causal import CLASSES, MASKED, QUESTIONS
 from tests.harness.hf_models import InDouble, gradients, make, tokens
-from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks, sum_over_ranks
 from tests.integrations.test_accelerate import accelerator_of, samples
 
 pytest.importorskip("accelerate")
@@ -188,6 +188,92 @@ def test_encoder_decoders_are_refused(ranks: Any, tmp_path: Any) -> None:
     ranks.raises(
         2, NotImplementedError, "is an encoder-decoder, which splits its source", of_two_sequences, str(tmp_path)
     )
+
+
+class Wrapped(torch.nn.Module):
+    """A model of transformers in a module that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make("llama")
+        self.config = self.model.config
+
+    def get_decoder(self) -> Any:
+        return self.model.get_decoder()
+
+
+@on_ranks
+def wrapped(directory: str) -> dict[str, str]:
+    from hyper_cp.hf import Trainer, prepare_model
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    said = (
+        "TypeError: model is a Wrapped. Its class must be one of transformers, or extend one.*extend the class of the"
+    )
+    return errors_of(
+        {
+            f"{said}(?# of Trainer)": lambda: Trainer(Wrapped(), arguments(directory), style=STYLE),
+            said: lambda: prepare_model(Wrapped(), mesh, style=STYLE),
+        }
+    )
+
+
+def test_modules_around_models_are_refused(ranks: Any, tmp_path: Any) -> None:
+    check_errors(ranks(2, wrapped, str(tmp_path)))
+
+
+@on_ranks
+def with_values(directory: str) -> tuple[float, float]:
+    """Errors of losses and weights of a model with a second head, as the error advises, and a loss that reads it."""
+    from transformers import LlamaForCausalLM
+
+    from hyper_cp.hf import Trainer
+
+    class Mine(LlamaForCausalLM):
+        def forward(
+            self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any
+        ) -> Any:  # Trainer keeps the columns of these names
+            output = super().forward(input_ids, attention_mask, labels=labels, output_hidden_states=True, **kwargs)
+            return {"logits": output.logits, "scored": self.scores(output.hidden_states[-1])[..., 0]}
+
+    class Values(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            _, labels, _ = (inputs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+            output = model(**inputs)
+            loss = self.handler.mean_loss(output["logits"], labels)
+            loss = loss + self.handler.mean_loss(output["scored"].square(), labels)
+            return (loss, output) if return_outputs else loss
+
+    def made() -> Any:
+        model = Mine(make("llama").config)
+        model.scores = torch.nn.Linear(model.config.hidden_size, 1)
+        model = model.double()
+        generator = torch.Generator().manual_seed(3)
+        for p in model.parameters():
+            p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype) / 4
+        return model
+
+    model, oracle, want = made(), made(), []
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.05)
+    with InDouble():
+        trainer = Values(model, arguments(directory), train_dataset=samples(4), style=STYLE)
+        trainer.train()
+        for step in range(2):
+            batch = torch.utils.data.default_collate(samples(4)[2 * step : 2 * step + 2])
+            labels = batch.pop("labels")[:, 1:]
+            output, mask = oracle(**batch, use_cache=False), labels != -100
+            losses = -output["logits"][:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+            loss = (losses + output["scored"][:, :-1].square())[mask].mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(loss.item())
+    return errors(trainer, model, want, oracle)
+
+
+def test_a_second_head_in_a_class_that_extends_the_model(ranks: Any, tmp_path: Any) -> None:
+    for loss, weights in ranks(2, with_values, str(tmp_path)):
+        assert loss < 1e-6 and weights < 1e-10, (loss, weights)
 
 
 def labelled(head: str, count: int) -> list[dict[str, Tensor]]:

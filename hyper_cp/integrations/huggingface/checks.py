@@ -18,6 +18,7 @@ from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
 from ...handler import ContextParallelHandler
 from ...mesh.agreement import digest
+from ...mesh.arguments import check_type
 from ...module.mixers.calls import is_mixer
 from ...module.mixing import mixing as why_mixing
 from ...module.mixing import mixing_modules
@@ -71,9 +72,16 @@ def is_media(name: str, x: Any) -> bool:
 
 
 def base_of(model: Any) -> PreTrainedModel:
-    """The model inside PEFT's wrapper around it; any other model itself."""
+    """The model inside PEFT's wrapper around it; any other model of transformers itself."""
     inside = getattr(model, "get_base_model", None)
-    return inside() if callable(inside) and hasattr(model, "peft_config") else model
+    found: PreTrainedModel = inside() if callable(inside) and hasattr(model, "peft_config") else model
+    todo = (
+        "Its class must be one of transformers, or extend one, which says where decoder, head and loss are. Prepare "
+        "the model of transformers inside, before it is wrapped, and call the wrapper in your loop. For Trainer extend "
+        "the class of the model (class Mine(LlamaForCausalLM)), and compute your loss in compute_loss"
+    )
+    check_type("model", getattr(found, "_orig_mod", found), PreTrainedModel, todo)
+    return found
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
