@@ -287,7 +287,8 @@ def generate_with(
 ) -> Any:
     """:func:`generate` by the method ``generate`` of a model, or of what wraps it."""
     if handler.cp.size == 1:
-        return method(input_ids, **kwargs)
+        named = "input_ids" in inspect.signature(type(model).generate).parameters  # behind images (BLIP)
+        return method(input_ids=input_ids, **kwargs) if named else method(input_ids, **kwargs)
     check_arguments(model, input_ids, kwargs)
     if not CACHE:
         raise NotImplementedError(

@@ -129,6 +129,11 @@ def options_of_generate() -> dict[str, bool]:
     same("end of text", eos_token_id=[3, 5, 7, 9, 11, 13, 15, 17, 19])
     same("stopping criteria", stopping_criteria=lambda: StoppingCriteriaList([Stops()]))
     same("beams", num_beams=3)
+    for x in (one, model):  # as configs of the Hub have it
+        x.generation_config.cache_implementation = "hybrid"
+    same("hybrid cache")
+    for x in (one, model):
+        x.generation_config.cache_implementation = None
     same("copies", num_return_sequences=1, repetition_penalty=1.3)
     same("embeddings", rows=ids, inputs_embeds=one.get_input_embeddings()(ids).detach())
     same("in chunks", prefill_chunk_size=8)
@@ -171,7 +176,7 @@ def options_of_generate() -> dict[str, bool]:
 
 def test_options_of_generate_and_further_turns(ranks: Any) -> None:
     for found in ranks(2, options_of_generate):
-        assert len(found) == 15 and all(found.values()), found
+        assert len(found) == 16 and all(found.values()), found
 
 
 @on_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ REFUSED = {
     "output_attentions": "No rank has the weights of all keys",
 }
 """Arguments of ``generate`` that are refused, and the reasons."""
+
+DROPPED = "cache_implementation", "hybrid"
+"""What generation configs of the Hub have (Gemma 2 and 3), and transformers takes for none."""
 
 
 @dataclass
@@ -334,7 +338,8 @@ def _layers(model: Any) -> list[Any]:
     """The layers of a model's cache on one device. Raises unless all keep keys and values of attention, or states that
     the routed functions return."""
     decoder = decoder_of(model)
-    if owner_of(model, decoder) is not None:
+    own = {*inspect.signature(type(model).generate).parameters}
+    if owner_of(model, decoder) is not None or own & {"pixel_values", "input_features"}:
         raise NotImplementedError(
             f"generate got a {type(model).__name__}, a model of images and text. model.generate encodes images before "
             "the forward that would share them out, and counts positions after them. Generate in "
@@ -372,7 +377,7 @@ def check_arguments(model: Any, tokens: Any, kwargs: dict[str, Any]) -> None:
         )
     for name, reason in REFUSED.items():
         given = kwargs.get(name), *(getattr(x, name, None) for x in settings)
-        if any(x is not None and x is not False for x in given):
+        if any(x is not None and x is not False and (name, x) != DROPPED for x in given):
             raise NotImplementedError(
                 f"generate got {name}, which does not go with a cache that is split over ranks. {reason}. Leave it out"
             )
