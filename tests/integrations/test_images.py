@@ -694,7 +694,7 @@ def test_micro_batches_of_trainer_with_and_without_images(ranks: Any, tmp_path: 
 @on_ranks
 def wrong(case: str) -> None:
     kinds = {"truncated": "llava", "marks": "glm5_next", "crops": "molmo2", "no crops": "molmo2"}
-    kinds |= {"dropout": "phi4_multimodal", "sizes": "phi4_multimodal"}
+    kinds |= {"dropout": "phi4_multimodal", "sizes": "phi4_multimodal", "types": "paligemma"}
     model = tiny(kinds.get(case, "qwen2_5_vl"))
     batch = batch_of(model)
     if case == "truncated":
@@ -715,6 +715,8 @@ def wrong(case: str) -> None:
         model.train().model.embed_tokens_extend.image_embed.drop.p = 0.1
     elif case == "sizes":
         del batch["image_sizes"]
+    elif case == "types":
+        del batch["token_type_ids"]
     made, handler = prepared(model, **RING)
     step(made, handler, batch, torch.zeros(batch["attention_mask"].shape, dtype=torch.int64))
 
@@ -735,10 +737,34 @@ def wrong(case: str) -> None:
             "got media as image_attention_mask, image_pixel_values. They can be shared out as",
         ),
         ("embeddings", NotImplementedError, "pixel_values, image_grid_thw with inputs_embeds"),
+        (
+            "types",
+            NotImplementedError,
+            r"reads its attention mask itself \(ndim\).*PaliGemma makes it of token_type_ids",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(ranks: Any, case: str, kind: type[Exception], words: str) -> None:
     ranks.raises(2, kind, words, wrong, case)
+
+
+@on_ranks
+def causal_types() -> float:
+    """The error of the logits of PaliGemma with types of 1, as its error advises, against one device without any."""
+    model = tiny("paligemma").eval()
+    batch = batch_of(model)
+    made, handler = prepared(model, **RING)
+    del batch["token_type_ids"]
+    with InDouble(), torch.no_grad():
+        want = model(**batch, use_cache=False).logits
+        local = prepare_batch(handler, {**batch, "token_type_ids": torch.ones_like(batch["input_ids"])})
+        got = handler.combine(made(**local).logits, 1, length=want.shape[1])
+    shown = batch["attention_mask"].bool()
+    return float((got - want)[shown].abs().max())
+
+
+def test_types_of_1_make_a_causal_mask(ranks: Any) -> None:
+    assert max(ranks(2, causal_types)) < 1e-10
 
 
 @on_ranks

@@ -119,9 +119,13 @@ class MaskRequest:
 
     def refuse(self, how: str) -> NoReturn:
         """Raise for a model that uses its mask as a tensor."""
+        types = (  # a decoder that is given the mask of the model around it
+            "; PaliGemma makes it of token_type_ids: put those of its processor into the batch, or ones (a causal mask)"
+        )
         raise NotImplementedError(
             f"{self.model} reads its attention mask itself ({how}). Under context parallelism there is no such tensor: "
             "a mask would have a row for every pair of positions. Use a model that only hands masks on to attention"
+            f"{types * (how == 'ndim')}"
         )
 
     def __getattr__(self, name: str) -> Any:
