@@ -80,7 +80,8 @@ def base_of(model: Any) -> PreTrainedModel:
         "the model of transformers inside, before it is wrapped, and call the wrapper in your loop. For Trainer extend "
         "the class of the model (class Mine(LlamaForCausalLM)), and compute your loss in compute_loss"
     )
-    check_type("model", getattr(found, "_orig_mod", found), PreTrainedModel, todo)
+    if not (hasattr(found, "get_decoder") and hasattr(found, "loss_function")):  # a compiled one has those of its model
+        check_type("model", found, PreTrainedModel, todo)
     return found
 
 

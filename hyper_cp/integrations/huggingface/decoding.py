@@ -51,7 +51,7 @@ REFUSED = {
 """Arguments of ``generate`` that are refused, and the reasons."""
 
 DROPPED = "cache_implementation", "hybrid"
-"""What generation configs of the Hub have (Gemma 2 and 3), and transformers takes for none."""
+"""A value that generation configs of the Hub have (Gemma 2 and 3), and that transformers takes for none."""
 
 
 @dataclass
