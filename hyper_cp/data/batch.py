@@ -67,8 +67,6 @@ class LocalBatch:
     """In ``handler.loader``, True for the last micro-batch before a step of the optimizer."""
     counted: Counted = Counted()
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
-    numbers: int = 0
-    """The number of its position_ids on this rank; 0: unknown."""
     of_samples: bool = False
     """True if its documents are the samples of a planned micro-batch, each of which has positions from 0 on."""
 
@@ -96,13 +94,11 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
     over several, if that has one (attention finds out other numbers of ranks); or if it has more rows by now."""
     if is_compiling():
         return
-    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    count = positions.numel() if isinstance(positions, Tensor) and batch.numbers else 0
-    if count > max(batch.numbers, batch.padded_length // max(1, batch.ranks) * max(batch.form.rows, default=1)):
+    if isinstance(batch, Mapping) and _is_joined(batch):
         raise ValueError(
-            f"this batch has {count} position_ids on this rank, and {batch.numbers} when it was split: samples were "
-            " split one by one, and joined to a batch, which has the documents and padding of the first of "
-            "them only. Join samples first, and split the batch"
+            f"this batch has position_ids of shape {tuple(batch['position_ids'].shape)} on this rank, and was one row "
+            "when it was split: samples were split one by one, and joined to a batch, which has the documents and "
+            "padding of the first of them only. Join samples first, and split the batch"
         )
     if batch.ranks > 1 == handler.cp.size:
         raise ValueError(
@@ -119,6 +115,19 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
             f"splits with layout={handler.layout!r} over ranks {list(own)}. Attention and losses would take its tokens "
             "for others. Split it with a handler of the model's style and mesh, and enter the block of that handler"
         )
+
+
+def _is_joined(batch: Any) -> bool:
+    """True if a share of one row has become a batch of several that differ."""
+    at, share = batch.get("position_ids"), batch.padded_length // max(1, batch.ranks)
+    if not isinstance(at, Tensor) or max(batch.form.rows, default=0) != 1 or not 0 < share < at.numel():
+        return False
+    others = [x for name, x in batch.items() if name != "position_ids" and isinstance(x, Tensor) and x.ndim]
+    grown = any(x.shape[-1] == share < x.numel() for x in others)  # else positions have several axes
+    if at.shape[-1] != share or not grown:
+        return False
+    rows = [x.reshape(-1, share) for x in (at, *others) if x.shape[-1] == share and x.numel() == at.numel()]
+    return not all(bool((x == x[0]).all()) for x in rows)  # the documents of a row that is repeated are right for all
 
 
 def _ids_of(entries: Mapping[Any, Any]) -> Tensor | None:
@@ -236,7 +245,6 @@ def read_batch(
         found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
         found.packed = whole.restarting.rows if whole.padding else None
         mark_packed(found.documents, found.packed)
-        found.numbers = found["position_ids"].numel() if named else 0
         if not is_compiling():
             found.split_as = handler.layout, ranks_of(handler.mesh)
         record_table(found)
