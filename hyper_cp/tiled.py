@@ -24,6 +24,7 @@ from .ops.writes import Written, writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
 _DRAWS = re.compile(r"(?i)dropout|\brand|bernoulli|multinomial|noise|\bnormal|uniform|exponential_|rrelu|gumbel")
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 _CHUNK = object()
 """The argument that is replaced by a chunk of the tensor."""
 
@@ -143,7 +144,7 @@ class _Tiled:
                 "called for each chunk and for their sum. Use register_post_accumulate_grad_hook, or do not tile it"
             )
         before, call = writes(x), _Call(self, args, kwargs, x, len(parameters))
-        if self.draws and is_compiling() and self.module.training and torch.is_grad_enabled():
+        if is_compiling() and torch.is_grad_enabled() and self._draws():
             return call.run(x)  # inductor draws numbers of its own, which only its own recompute finds again
         out: Tensor = _Chunks.apply(call, x, *parameters)
         if out.requires_grad and writes(x) != before:
@@ -153,6 +154,11 @@ class _Tiled:
                 "place of x *= 2, or do not tile it"
             )
         return out
+
+    def _draws(self) -> bool:
+        """True if the module may draw random numbers now; adapters may have been added to it since it was tiled."""
+        dropouts = [m for m in self.module.modules() if isinstance(m, _DROPOUTS)]
+        return (self.draws and self.module.training) or any(m.training for m in dropouts)
 
     @property
     def _name(self) -> str:

@@ -360,10 +360,15 @@ def test_writes_to_the_input_are_refused_where_there_is_a_backward(needs_gradien
 
 
 @pytest.mark.slow
-def test_inductor_differentiates_the_dropout_of_the_forward() -> None:
-    """Inductor draws numbers of its own, which a recompute by hand does not find again. The module is linear."""
-    layers = [nn.Linear(WIDTH, HIDDEN, bias=False), nn.Dropout(0.5), nn.Linear(HIDDEN, WIDTH, bias=False)]
-    module = tiled(nn.Sequential(*layers).double(), 4)
+@pytest.mark.parametrize("later", [False, True])
+def test_inductor_differentiates_the_dropout_of_the_forward(later: bool) -> None:
+    """Inductor draws numbers of its own, which a recompute by hand does not find again. The module is linear; an
+    adapter may bring its dropout later, to one in evaluation."""
+    between = nn.Identity() if later else nn.Dropout(0.5)
+    layers = [nn.Linear(WIDTH, HIDDEN, bias=False), between, nn.Linear(HIDDEN, WIDTH, bias=False)]
+    module: Any = tiled(nn.Sequential(*layers).double(), 4)
+    if later:
+        module.eval()[1] = nn.Dropout(0.5)
     x, grad = (torch.randn(2, LENGTH, WIDTH, dtype=torch.float64) for _ in range(2))
     out = torch.compile(module)(x.requires_grad_())
     out.backward(grad)
