@@ -149,11 +149,11 @@ class context_parallel:
 
     def __enter__(self) -> ContextParallelHandler:
         self._check()
-        outer = self.handler.cp.batch.layouts_of_buffers
-        if outer and outer[-1] != self.handler.layout:
+        outer = self.handler.cp.batch.of_buffers
+        if outer and outer[-1][0] != self.handler.layout:
             raise ValueError(
                 f"layout={self.handler.layout!r} inside a context_parallel block that has sharded its buffers as "
-                f"{outer[-1]!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
+                f"{outer[-1][0]!r} on the same mesh. Attention would assign wrong positions to tokens. Use one layout"
             )
         sharded = [
             _Sharded(x, dim, self.handler, id(x) in self._keep)
@@ -177,15 +177,16 @@ class context_parallel:
         routing.__enter__()
         self._entered.append(routing)
         if sharded:
-            routing.layouts = outer
-            routing.layouts.append(self.handler.layout)
+            (share,) = routing.lengths if len(routing.lengths) == 1 else (0,)
+            routing.outer, routing.entry = outer, (self.handler.layout, share)
+            outer.append(routing.entry)
         return self.handler
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         routing = self._entered.pop()
         routing.__exit__(kind, error, trace)
-        if routing.layouts:
-            routing.layouts.remove(self.handler.layout)
+        if routing.entry is not None:
+            routing.outer.remove(routing.entry)
         written = [s for s in routing.sharded if s.whole is not None and s.count_versions() != s.versions]
         for s in routing.sharded:
             s.end(failed=kind is not None)
@@ -409,8 +410,9 @@ class _Routing(DispatchMode):
         self.buffers = {id(s.share): s.buffer for s in sharded}
         self.call.shares = [(s.share.shape[0] if s.dim else 1, s.share.shape[s.dim]) for s in sharded]
         self.mixer = _BlockMixer(self)
-        self.layouts: list[str] = []
-        """The list of the batch state that has the layout of the block, if it has split buffers."""
+        self.outer: list[tuple[str, int]] = []
+        self.entry: tuple[str, int] | None = None
+        """The list of the batch state and its entry for this block, if it has split buffers."""
         self.packed = False
         """True if a buffer has positions of packed documents, and no attention call has been warned of them."""
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}

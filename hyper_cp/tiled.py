@@ -107,14 +107,23 @@ def _mixes(module: nn.Module) -> str | None:
     return "is attention" if _ATTENTION.search(type(module).__name__) else mixing(module)
 
 
+def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int = 3) -> bool:
+    """True if a function, or one that it calls in its file or as a method of the module, calls one of such a name."""
+    made = inspect.unwrap(function)
+    if not inspect.isfunction(made) or depth == 0:
+        return False
+    called = made.__code__.co_names
+    inner = (x for name in called for x in (getattr(type(module), name, None), made.__globals__.get(name)))
+    return bool(names.search(" ".join(called))) or any(_calls(module, x, names, depth - 1) for x in inner)
+
+
 class _Tiled:
     """Replaces the forward of a tiled module."""
 
     def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
         self.module, self.chunks, self.seq_dim = module, chunks, seq_dim
         self.buffers = _Buffers(module)
-        codes = [getattr(inspect.unwrap(type(inner).forward), "__code__", None) for inner in module.modules()]
-        self.draws = any(_DRAWS.search(" ".join(code.co_names)) for code in codes if code is not None)
+        self.draws = any(_calls(inner, type(inner).forward, _DRAWS) for inner in module.modules())
         """True if the module may draw random numbers, by the functions that its forward calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

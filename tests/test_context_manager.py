@@ -819,3 +819,21 @@ def test_operators_of_kernels_are_known_by_name(namespace: str) -> None:
     operator = getattr(torch.ops, namespace).attend_for_test.default
     assert spelled(operator) == f"{namespace}.attend_for_test.default"
     assert spelled(torch.ops.aten.add.Tensor) is None
+
+
+@on_ranks
+def tokens_added_in_a_block(added: int, length: int) -> int:
+    """Warnings of tokens that every rank puts before its share of a block's buffers."""
+    mesh, q = cp_mesh(), torch.randn(1, 2, length, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with context_parallel(mesh, buffers=[q], buffer_seq_dims=[2], layout="contiguous"):
+            more = torch.cat([torch.zeros(1, 2, added, 8), q], 2)
+            F.scaled_dot_product_attention(more, more, more)
+    return sum("than its share of a batch" in str(x.message) for x in caught)
+
+
+@pytest.mark.parametrize(("added", "length"), [(3, 24), (20, 24), (100, 24), (0, 24)])
+def test_tokens_that_every_rank_adds_in_a_block_are_warned_of(ranks: Any, added: int, length: int) -> None:
+    """More than as many as a share has were taken for another sequence."""
+    assert ranks(2, tokens_added_in_a_block, added, length) == [int(added > 0)] * 2

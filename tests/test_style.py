@@ -290,3 +290,20 @@ def half_in_another_autocast() -> float:
 
 def test_half_precision_in_an_autocast_to_another(ranks: Any) -> None:
     assert max(ranks(2, half_in_another_autocast)) <= 2e-2
+
+
+@on_ranks
+def shapes_in_hooks() -> list[tuple[int, ...]]:
+    """The output that a hook of the user's gets which was there before the plan; and that of one which came later."""
+    (q, k, v), found, module = local()[0], [], modules.BNSD()
+    module.register_forward_hook(lambda module, args, out: found.append(tuple(out.shape)))
+    apply(module, **BNSD, ulysses_degree=2)
+    module.register_forward_hook(lambda module, args, out: found.append(tuple(out.shape)))
+    module(q, k, v)
+    return [tuple(q.shape), *found]
+
+
+def test_hooks_get_the_share_of_the_output(ranks: Any) -> None:
+    """One that was there before the plan got the whole sequence of some heads."""
+    for share, *others in ranks(2, shapes_in_hooks):
+        assert others == [share] * 2

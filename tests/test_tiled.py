@@ -359,6 +359,25 @@ def test_writes_to_the_input_are_refused_where_there_is_a_backward(needs_gradien
         module(x.clone().requires_grad_(needs_gradient) * 1.0)
 
 
+def dropped(x: Tensor, p: float) -> Tensor:
+    return x * (torch.rand_like(x) > p)
+
+
+class PathDropped(nn.Linear):
+    """A layer whose method calls a function that draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropped(super().forward(x))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return dropped(x, 0.5)
+
+
+def test_modules_that_draw_are_known_by_what_they_call() -> None:
+    for module, draws in ((PathDropped(4, 4), True), (nn.Dropout(), True), (nn.Linear(4, 4), False), (MLP(), True)):
+        assert tiled(module, 2).forward.draws == draws
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("later", [False, True])
 def test_inductor_differentiates_the_dropout_of_the_forward(later: bool) -> None:

@@ -96,9 +96,9 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
         return
     if isinstance(batch, Mapping) and _is_joined(batch):
         raise ValueError(
-            f"this batch has position_ids of shape {tuple(batch['position_ids'].shape)} on this rank, and was one row "
-            "when it was split: samples were split one by one, and joined to a batch, which has the documents and "
-            "padding of the first of them only. Join samples first, and split the batch"
+            f"this batch of {batch.padded_length} positions has several rows, and was one when it was split: samples "
+            "were split one by one, and joined to a batch, which has the documents and padding of the first of them "
+            "only. Join samples first, and split the batch"
         )
     if batch.ranks > 1 == handler.cp.size:
         raise ValueError(
@@ -119,14 +119,18 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
 
 def _is_joined(batch: Any) -> bool:
     """True if a share of one row has become a batch of several that differ."""
-    at, share = batch.get("position_ids"), batch.padded_length // max(1, batch.ranks)
-    if not isinstance(at, Tensor) or max(batch.form.rows, default=0) != 1 or not 0 < share < at.numel():
+    at, ids, share = batch.get("position_ids"), _ids_of(batch), batch.padded_length // max(1, batch.ranks)
+    if max(batch.form.rows, default=0) != 1 or not share:
         return False
-    others = [x for name, x in batch.items() if name != "position_ids" and isinstance(x, Tensor) and x.ndim]
-    grown = any(x.shape[-1] == share < x.numel() for x in others)  # else positions have several axes
-    if at.shape[-1] != share or not grown:
+
+    def grown(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.ndim > 0 and x.shape[-1] == share < x.numel()
+
+    others = [x for name, x in batch.items() if name != "position_ids" and grown(x)]
+    if not grown(ids) and not (grown(at) and others):  # positions may have several axes
         return False
-    rows = [x.reshape(-1, share) for x in (at, *others) if x.shape[-1] == share and x.numel() == at.numel()]
+    count: Any = (ids if grown(ids) else at).numel()  # type: ignore[union-attr]
+    rows = [x.reshape(-1, share) for x in (at, *others) if grown(x) and x.numel() == count]
     return not all(bool((x == x[0]).all()) for x in rows)  # the documents of a row that is repeated are right for all
 
 

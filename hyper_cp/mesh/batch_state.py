@@ -53,8 +53,9 @@ class ThreadBlocks:
         self.documents: Tensor | None = None
         self.padding: tuple[Tensor | None, Tensor | None] = None, None
         """That of the last block; an attribute as well."""
-        self.layouts: list[str] = []
-        """The layouts of ``context_parallel`` blocks that have split buffers, innermost last."""
+        self.of_buffers: list[tuple[str, int]] = []
+        """The layouts of ``context_parallel`` blocks that have split buffers, innermost last, each with the length of
+        its shares, if all have one; else 0."""
 
 
 class _OfAllMeshes(threading.local):
@@ -139,9 +140,10 @@ class BatchState:
             self.lengths = lengths
 
     @property
-    def layouts_of_buffers(self) -> list[str]:
-        """The layouts in which ``context_parallel`` blocks of this thread have split their buffers, innermost last."""
-        return self._this_thread.blocks.layouts
+    def of_buffers(self) -> list[tuple[str, int]]:
+        """The layouts in which ``context_parallel`` blocks of this thread have split their buffers, innermost last,
+        each with the length of its shares, if all have one; else 0."""
+        return self._this_thread.blocks.of_buffers
 
     def leave(self, block: Block) -> None:
         """End one block, whichever thread and order it ends in: no other block changes."""
@@ -205,7 +207,7 @@ class BatchState:
         """The positions of each rank in a batch of as many rows, of which values ``[rows, length]`` lack a few, and no
         share of another batch is as long: in this thread's block, else of those that are alive. None: they are others.
         """
-        if is_compiling() or length in self.lengths:
+        if is_compiling() or length in self.lengths or length in self.entries.shares_of():
             return None
         of_block, share = self.rows_and_share
         shares = ({share} if rows == of_block else set()) if share else self.entries.shares_of(rows)
@@ -408,11 +410,13 @@ class BatchState:
             block.used = True  # also by cross-attention, which its documents do not describe
         if not self.fits(length, layout, ranks):
             return
-        if layout is not None and ranks > 1 and not entered and not self.layouts_of_buffers:
+        if layout is not None and ranks > 1 and not entered and not self.of_buffers:
             self.lengths.warn_of_layout(length, layout)
         if length not in self.lengths:
             if ranks > 1:
-                self.lengths.warn_of_change(length, entered[-1].split if entered else None)
+                split = entered[-1].split if entered else None
+                share = None if split is None else split.share
+                self.lengths.warn_of_change(length, share or next((x for _, x in self.of_buffers[-1:]), 0))
             self.lengths.record(length)
 
     def fits(self, length: int, layout: str | None, ranks: int) -> bool:
@@ -432,7 +436,7 @@ class BatchState:
             if split:
                 self.lengths.refuse_other_ranks(split, length, ranks, bool(self._this_thread.blocks.entered))
             return
-        of_buffers = self.layouts_of_buffers[-1:]
+        of_buffers = [x for x, _ in self.of_buffers[-1:]]
         if of_buffers and layout not in (None, *of_buffers):
             (given,) = of_buffers
             raise ValueError(

@@ -77,9 +77,10 @@ class Entries:
         cells.as_strided(entry.shape, entry.stride(), entry.storage_offset()).copy_(past)
         return (cells.as_strided(x.shape, x.stride(), x.storage_offset()),)
 
-    def shares_of(self, rows: int) -> set[int]:
-        """The positions of each rank in batches that are alive and have as many rows."""
-        return {x.share for entry, x in self._latest if entry() is not None and rows in x.form.rows}
+    def shares_of(self, rows: int | None = None) -> set[int]:
+        """The positions of each rank in batches that are alive, and have as many rows."""
+        alive = [x for entry, x in self._latest if entry() is not None]
+        return {x.share for x in alive if rows is None or rows in x.form.rows}
 
     def padding_of(self, shape: tuple[int, ...], split: Split | None) -> tuple[int, int] | None:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of ``split``,

@@ -68,13 +68,13 @@ class ShareLengths:
         """True if a share of this length was handed out or attended lately."""
         return length in self._made
 
-    def warn_of_change(self, length: int, split: Split | None) -> None:
+    def warn_of_change(self, length: int, of_block: int) -> None:
         """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
-        dropped. The share is that of the block's batch, of which a part without rest may be a pooled sequence; or that
-        of other batches, from which other sequences may differ by more than a few."""
+        dropped. The share is that of the block's batch or buffers (0: none), of which a part without rest may be a
+        pooled sequence; or that of other batches, from which other sequences may differ by more than a few."""
         if self._warned:
             return
-        batch = [] if split is None or split.share is None else [split.share]
+        batch = [of_block] if of_block else []
         for share in batch or self.made:
             if share % length if batch else 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
                 self._warned = True

@@ -51,8 +51,9 @@ class AttentionHooks:
         """Register the hooks."""
         with numbered_alike(module):
             module.register_forward_pre_hook(self.before, with_kwargs=True)
-            # Runs after an exception too: nothing of a call may be left behind.
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+            # Runs after an exception too: nothing of a call may be left behind. Before hooks that are there already:
+            # they get this rank's share, and not its heads.
+            module.register_forward_hook(self.after, prepend=True, with_kwargs=True, always_call=True)
 
     # ---- before the module's forward
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch.modules import modules_of_hooks
 from ..ops.checks import DTYPES
@@ -18,7 +19,8 @@ from .thread_stack import ThreadStack
 KNOWN_HOOKS = ("torch.distributed.", "hyper_cp.")
 """The modules of hooks that leave a layer as linear as it is: those of FSDP2, of tensor parallelism, and our own."""
 NO_WEIGHT = (
-    "has no weight that could expand them elsewhere (it draws dropout, is quantised, has hooks, or is not linear)"
+    "has no weight that could expand them elsewhere (it draws dropout, is quantised or parametrized, has hooks, or is "
+    "not linear)"
 )
 _read: ThreadStack[nn.Module] = ThreadStack()
 """Layers that are called with the identity matrix."""
@@ -75,6 +77,7 @@ def _linear(layer: nn.Module) -> bool:
     adapted = hasattr(layer, "base_layer") and hasattr(layer, "lora_A")
     hooks = [name for inner in layer.modules() for name in modules_of_hooks(inner)]
     drawn = any(isinstance(x, nn.Dropout) and x.training and x.p > 0 for x in layer.modules())
+    drawn |= any(is_parametrized(x) for x in layer.modules())  # its weight is computed in each read, by anything
     kinds = all(x.dtype in DTYPES and type(x) in (nn.Parameter, Tensor, DTensor) for x in layer.parameters())
     variants = (getattr(layer, "lora_variant", None) or {}).values()  # all but DoRA may depend on the tokens
     adapted = adapted and all(type(x).__name__.startswith("Dora") for x in variants)

@@ -20,7 +20,7 @@ from hyper_cp import ContextParallel, ContextParallelHandler, split_cp_mesh
 from hyper_cp.ops import attention, causal_conv1d
 from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
-from tests.harness.ranks import check_errors, errors_of, on_ranks
+from tests.harness.ranks import check_errors, error_of, errors_of, on_ranks
 
 STYLES: dict[str, dict[str, Any]] = {
     "ring": {"ulysses_degree": 1, "kv_exchange": "ring"},
@@ -311,7 +311,8 @@ def joined_samples(name: str, rows: bool) -> dict[str, str]:
     whose tokens are repeated is none."""
     handler = ContextParallelHandler(cp_mesh(), "contiguous")
     ids, dims = torch.arange(12), {name: int(rows)}
-    given = ({name: ids[None] if rows else ids, "cu_seqlens": x} for x in ([0, 4, 12], [0, 9, 12]))
+    ends = [0, 4, 12], [0, 9, 12]
+    given = ({name: (ids + n)[None] if rows else ids + n, "cu_seqlens": x} for n, x in enumerate(ends))
     samples = [handler.get_batch_on_this_cp_rank(x, dims) for x in given]
 
     def enter(batch: Any) -> None:
@@ -325,9 +326,12 @@ def joined_samples(name: str, rows: bool) -> dict[str, str]:
     enter(repeated)
     enter(axes)
     joined = torch.utils.data.default_collate(samples)
-    return errors_of(
-        {"this batch has position_ids of shape .*, and was one row when it was split": lambda: enter(joined)}
-    )
+    kept = copy.copy(samples[0])
+    kept[name] = joined[name]
+    words = "this batch of 12 positions has several rows, and was one when it was split"
+    alone = [words not in error_of(lambda: enter(kept))] if name == "input_ids" else []  # tokens alone
+    assert not any(alone)
+    return errors_of({words: lambda: enter(joined)})
 
 
 @pytest.mark.parametrize(("name", "rows"), [("input_ids", False), ("input_ids", True), ("x", False)])

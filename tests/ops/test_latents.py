@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import ContextParallel, latents_and_weight, verify
@@ -638,6 +639,8 @@ class Begins(Expands):
         self.b = nn.Linear(3, case.heads * PLAIN, bias=False, dtype=case.dtype)
         self.turn = nn.Linear(6, case.dim - PLAIN, bias=False, dtype=case.dtype)
         nn.init.zeros_(self.b.weight)
+        if part == "parametrized":  # such a weight is computed anew in each read, of random numbers, say
+            parametrize.register_parametrization(self.up, "weight", nn.Identity())
         if part == "layer's adapter":
             self.up = Adapted(self.up, 0.0)
             nn.init.zeros_(self.up.lora_B.weight)
@@ -741,6 +744,7 @@ ONE, EACH, HEADS = RANK + 3, RANK + 3 * 4, 4 * (9 + 5)
         ("in place, filled", "", HEADS),
         ("whole, in place", "", HEADS),
         ("by an index", "", HEADS),
+        ("parametrized", "", HEADS),
         ("keys", "frozen", HEADS),
         ("values", "frozen", HEADS),
     ],
