@@ -123,8 +123,9 @@ def _is_joined(batch: Any) -> bool:
     if max(batch.form.rows, default=0) != 1 or not share:
         return False
 
-    def grown(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.ndim > 0 and x.shape[-1] == share < x.numel()
+    def grown(x: Any) -> bool:  # not features of tokens, which may be as many
+        whole = isinstance(x, Tensor) and x.ndim > 0 and not x.is_floating_point()
+        return whole and x.shape[-1] == share < x.numel()
 
     others = [x for name, x in batch.items() if name != "position_ids" and grown(x)]
     if not grown(ids) and not (grown(at) and others):  # positions may have several axes

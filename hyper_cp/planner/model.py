@@ -21,13 +21,13 @@ from .cluster import read_object
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("heads", "num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("kv_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads"),
+    "kv_heads": ("kv_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_n_heads"),
     "width": ("width", "hidden_size", "n_embd", "d_model"),
-    "ffn": ("ffn", "intermediate_size", "n_inner", "ffn_dim"),
+    "ffn": ("ffn", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocabulary": ("vocabulary", "vocab_size"),
     "head_dim": ("head_dim",),
     "experts": ("experts", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "active_experts": ("active_experts", "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+    "active_experts": ("active_experts", "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
     "expert_ffn": ("expert_ffn", "moe_intermediate_size"),
     "latent": ("latent",),
     "rotary": ("rotary",),
@@ -39,6 +39,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """For each size, the names under which configurations have it; the first that is there counts."""
 
+PARTS = ("attn_config", "ffn_config")
+"""Parts of configurations with sizes of their own (DBRX)."""
 DENSE, SPARSE_BLOCKS = "full_attention", "minimax_m3_sparse"
 ENTRIES, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 """Types of layers of configurations, beside those of other names."""
@@ -69,8 +71,8 @@ INDEXED, WINDOWED, CHUNKED = "indexed_attention", "sliding_attention", "chunked_
 """Types of layers: attention to selected keys, to a window, and in chunks."""
 CHUNK = "attention_chunk_size"
 ALIKE = {
-    **dict.fromkeys(("attention", "hybrid", "noncausal_full_attention"), DENSE),
-    **dict.fromkeys(("hybrid_sliding", "reference_sliding_attention"), WINDOWED),
+    **dict.fromkeys(("attention", "hybrid", "noncausal_full_attention", "global"), DENSE),
+    **dict.fromkeys(("hybrid_sliding", "reference_sliding_attention", "local"), WINDOWED),
 }
 """Types of layers whose attention is that of another type. In a hybrid layer attention runs beside a recurrence."""
 PATTERNS, EVERY = ("sliding_window_pattern", "_sliding_window_pattern"), {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
@@ -376,11 +378,15 @@ def _kinds_of_layers(config: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     ``sizes``: the others of the model."""
     if given := [name for name in ("sparse", "windows", "poolings", "scores") if _get(config, name)]:
         return {name: _get(config, name) for name in given}
+    named = _get(config, "layer_types") or _get(config, "attention_layers")  # the latter of GPT-Neo, as its window
     window, chunk = _get(config, "sliding_window") or 0, _get(config, CHUNK)
+    window = window or (_get(config, "window_size") if named and "local" in named else 0)
     sliding = window and _get(config, "use_sliding_window") is not False
-    types = [*(_get(config, "layer_types") or [WINDOWED if sliding else DENSE] * sizes["layers"])]
+    types = [*(named or [WINDOWED if sliding else DENSE] * sizes["layers"])]
+    for i in _get(config, "cross_attention_layers") or ():  # of images: no tokens attend to each other
+        types[i] = RECURRENT[0]
     every: Any = next((x for name in PATTERNS if (x := _get(config, name))), EVERY.get(_get(config, "model_type")))
-    if sliding and not _get(config, "layer_types") and is_int(every):
+    if sliding and not named and is_int(every):
         types[every - 1 :: every] = [DENSE] * len(types[every - 1 :: every])
     kinds, sparse = Counter(ALIKE.get(kind, kind) for kind in types), Counter[int]()
     if unknown := kinds.keys() - {DENSE, WINDOWED, CHUNKED, INDEXED, ENTRIES, COMPRESSED, SPARSE_BLOCKS, *RECURRENT}:
@@ -478,8 +484,9 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _size(config: Any, size: str) -> Any:
-    """The size under any of its names; None if there is none."""
-    value = next((x for name in NAMES[size] if (x := _get(config, name)) is not None), None)
+    """The size under any of its names, in the configuration or in its parts; None if there is none."""
+    parts = [config, *(part for name in PARTS if (part := _get(config, name)) is not None)]
+    value = next((x for part in parts for name in NAMES[size] if (x := _get(part, name)) is not None), None)
     return round(sum(value) / len(value)) if size in LISTS and isinstance(value, Sequence) and value else value
 
 

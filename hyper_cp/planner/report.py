@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,6 +111,14 @@ class PlanReport:
             f"{c.backward_share:.0%} in attention, {c.link_share:.0%} of the links. Left out: the exchange of weights "
             "and gradients (FSDP, DDP)"
         )
+        left = [n for n in range(2, self.gpus + 1) if self.gpus % n == 0 and self.length % n]
+        if left:
+            every = 2 * math.lcm(*left)  # two chunks on each rank
+            padded = -(-self.length // every) * every
+            lines.append(
+                f"Left out: cp meshes of {', '.join(map(str, left))}, over which {self.length:,} tokens do not split. "
+                f"Handlers pad batches: plan with {padded:,} to see them"
+            )
         if best is None:
             least = self.strategies[0]
             lines.append(

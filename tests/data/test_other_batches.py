@@ -325,6 +325,8 @@ def joined_samples(name: str, rows: bool) -> dict[str, str]:
     axes["position_ids"] = axes["position_ids"].expand(3, 1, -1)
     enter(repeated)
     enter(axes)
+    features = torch.randn(1, 12, 6, generator=torch.Generator().manual_seed(0))  # as many as positions of a rank
+    enter(handler.get_batch_on_this_cp_rank({"tokens": features}, {"tokens": 1}))
     joined = torch.utils.data.default_collate(samples)
     kept = copy.copy(samples[0])
     kept[name] = joined[name]

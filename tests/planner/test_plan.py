@@ -288,3 +288,24 @@ def test_the_report_names_those_as_fast_that_need_less_memory_or_traffic() -> No
     assert f"the fewest bytes between hosts ({between:.0f} KB a token" in text
     alone = plan(LLAMA, 4096, gpus=1, cluster="h100")
     assert "the fewest bytes" not in "\n".join(alone.heading())
+
+
+def test_sizes_over_which_the_length_does_not_split_are_named() -> None:
+    sizes = {"layers": 4, "heads": 8, "kv_heads": 8, "width": 512, "ffn": 2048, "vocabulary": 32000}
+    (line,) = [x for x in plan(sizes, 2**17, gpus=12).heading() if x.startswith("Left out")]
+    assert "cp meshes of 3, 6, 12, over which 131,072 tokens do not split" in line and "plan with 131,088 " in line
+    assert not any(x.startswith("Left out") for x in plan(sizes, 131088, gpus=12).heading())
+
+
+def test_configurations_that_name_sizes_and_layers_in_their_own_way() -> None:
+    """DBRX has parts, GPT-Neo "local" layers, and Llama's images cross-attention."""
+    parts = {
+        "attn_config": {"kv_n_heads": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 16, "moe_top_k": 4},
+    }
+    dbrx = model_shape({"d_model": 48, "n_heads": 16, "layers": 4, "vocab_size": 100, **parts})
+    assert (dbrx.kv_heads, dbrx.ffn, dbrx.stored_ffn) == (8, 4 * 64, 16 * 64)
+    sizes = {"layers": 4, "heads": 8, "width": 512, "ffn": 2048, "vocabulary": 32000}
+    neo = model_shape({**sizes, "attention_layers": ["global", "local"] * 2, "window_size": 256})
+    assert (neo.dense, neo.windows) == (2, ((256, 2),))
+    assert model_shape({**sizes, "cross_attention_layers": [1, 3]}).dense == 2
