@@ -71,20 +71,21 @@ def modules_of_hooks(module: nn.Module) -> list[str]:
 def without_hooks(modules: Iterable[nn.Module], of: Callable[[str], bool]) -> Iterator[None]:
     """In this block ``modules`` do not call those hooks of their forwards whose code is from a Python module for whose
     name ``of`` is True."""
-    before: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    before: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []
     try:
         for module in modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 left_out = [number for number, hook in hooks.items() if of(_module_of(hook))]
                 if left_out:
-                    before.append((hooks, dict(hooks)))
+                    before.append((hooks, dict(hooks), left_out))
                     for number in left_out:
                         del hooks[number]
         yield
     finally:
-        for hooks, content in before:
+        for hooks, content, left_out in before:  # not those that the block has removed
+            found = {number: hook for number, hook in content.items() if number in left_out or number in hooks} | hooks
             hooks.clear()
-            hooks.update(content)
+            hooks.update(found)
 
 
 @contextmanager
@@ -102,7 +103,8 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 def _module_of(hook: Any) -> str:
     """The name of the Python module that a hook comes from."""
-    owner = getattr(_plain(hook), "__self__", hook)
+    plain = _plain(hook)
+    owner = getattr(plain, "__self__", plain)
     return str(getattr(owner, "__module__", type(owner).__module__))
 
 

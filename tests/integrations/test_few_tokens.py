@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from hyper_cp import (
     context_parallel_mesh,
     split_cp_mesh,
 )
-from hyper_cp._torch.modules import hook_owners
+from hyper_cp._torch.modules import hook_owners, without_hooks
 from tests.harness.attention_case import cp_mesh
 from tests.harness.hf_causal import tiny_causal
 from tests.harness.hf_images import tiny
@@ -366,3 +367,17 @@ def test_a_model_of_one_rank_is_left_alone_by_a_block_of_several(ranks: Any, kin
     block that begins within its forward has several ranks."""
     for warned, errors in ranks(2, beside_a_block, kind):
         assert warned == [0] and max(errors) <= 1e-5, (warned, errors)
+
+
+def test_hooks_of_packages_are_left_out_and_come_back_unless_they_were_removed() -> None:
+    """X-LoRA hands its hooks on as partial functions, and removes them in its forward."""
+    module, calls = nn.Linear(2, 2), []
+    module.register_forward_hook(partial(F.dropout, p=0.0))  # would raise an error
+    own = module.register_forward_hook(lambda *_: calls.append(1))
+    with without_hooks([module], lambda name: name.startswith("torch.nn.functional")):
+        module(torch.ones(1, 2))
+        own.remove()
+    assert calls == [1]
+    with pytest.raises(TypeError):
+        module(torch.ones(1, 2))
+    assert calls == [1]
