@@ -117,9 +117,10 @@ OWN = {"qkv_indices", "qkv_kwarg_names", "seq_dim", "head_dim"}
 def _is_of_transformers(model: nn.Module) -> bool:
     """True for a model that ``prepare_model`` takes. Raises for one inside of another module, whose masks and windows
     would be those of a share."""
-    names = {"transformers": "PreTrainedModel", "peft": "PeftModel"}
-    kinds = tuple(getattr(sys.modules[name], kind) for name, kind in names.items() if name in sys.modules)
-    found = next((name for name, x in model.named_modules() if isinstance(x, kinds)), None)
+    names = {"peft": "PeftModel", "transformers": "PreTrainedModel"}
+    peft, kind = (getattr(sys.modules.get(name), of, ()) for name, of in names.items())
+    inner: Any = model.get_base_model() if isinstance(model, peft) else model
+    found = next((name for name, x in inner.named_modules() if isinstance(x, kind)), None)
     if found:
         raise NotImplementedError(
             f"{type(model).__name__} holds a model of transformers, {found!r}. It makes masks and positions by itself. "

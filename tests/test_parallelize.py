@@ -102,7 +102,12 @@ def of_ranks(model: nn.Module) -> list[Tensor]:
 def trained(kind: str, heads: int, **settings: Any) -> tuple[float, str, Any]:
     """The error of gradients over three micro-batches, in two accumulations; the summary, and the chosen style."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model = GPT(kind, heads).double() if kind != "llama" else Llama(LlamaConfig(dim=24, layers=2, heads=4)).double()
+    model: Any = (
+        GPT(kind, heads).double() if kind != "llama" else Llama(LlamaConfig(dim=24, layers=2, heads=4)).double()
+    )
+    if kind == "adapters":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False)).double()
     alone, state = copy.deepcopy(model), torch.get_rng_state()
     whole = texts(3)
     with redirect_stdout(io.StringIO()) as printed:
@@ -137,6 +142,7 @@ CASES: dict[str, tuple[int, str, int, Mapping[str, Any], tuple[Any, ...]]] = {
     "multihead": (2, "multihead", 4, {}, (2, "all_gather", "contiguous")),
     "modules that receive q, k, v": (2, "llama", 4, {}, (2, "all_gather", "contiguous")),
     "one rank": (1, "", 4, {}, (1, "ring", "head_tail")),
+    "adapters of PEFT": (2, "adapters", 4, {}, (2, "all_gather", "contiguous")),
 }
 
 
