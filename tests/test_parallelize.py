@@ -106,7 +106,8 @@ def trained(kind: str, heads: int, **settings: Any) -> tuple[float, str, Any]:
         GPT(kind, heads).double() if kind != "llama" else Llama(LlamaConfig(dim=24, layers=2, heads=4)).double()
     )
     if kind == "adapters":
-        peft = pytest.importorskip("peft")
+        import peft
+
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False)).double()
     alone, state = copy.deepcopy(model), torch.get_rng_state()
     whole = texts(3)
@@ -149,6 +150,8 @@ CASES: dict[str, tuple[int, str, int, Mapping[str, Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_one_device(ranks: Any, case: str) -> None:
     world, kind, heads, settings, chosen = CASES[case]
+    if kind == "adapters":
+        pytest.importorskip("peft")
     found = ranks(world, trained, kind, heads, **settings)
     for error, _, style in found:
         assert error <= 1e-12 and style == chosen
