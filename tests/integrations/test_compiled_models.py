@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -133,6 +134,27 @@ def checkpointed(kind: str, reentrant: bool, parts: str) -> list[str | float]:
 @pytest.mark.parametrize(("kind", "reentrant"), [("lfm2", False), ("llama4_text", True)])
 def test_modules_compiled_inside_of_checkpoints_are_refused(ranks: Any, kind: str, reentrant: bool) -> None:
     for (found,) in ranks(1, checkpointed, kind, reentrant, "self_attn conv", timeout=300):
+        assert "recomputes it after the forward of its model" in str(found), found
+
+
+@on_ranks
+def behind_an_interrupted_forward() -> list[str | float]:
+    """The same behind the forward of another model that Ctrl-C has ended, for which torch runs no hooks."""
+    from hyper_cp.integrations.transformers import prepare_batch
+
+    made, handler = prepared(tiny_causal("llama"), **RING)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    made.model.layers[0].register_forward_pre_hook(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        made(**prepare_batch(handler, padded(5)[0]))
+    return checkpointed("lfm2", False, "self_attn conv")
+
+
+def test_recomputes_do_not_take_the_state_of_an_interrupted_forward(ranks: Any) -> None:
+    for (found,) in ranks(1, behind_an_interrupted_forward, timeout=300):
         assert "recomputes it after the forward of its model" in str(found), found
 
 

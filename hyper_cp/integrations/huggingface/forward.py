@@ -118,6 +118,7 @@ def refuse_other_mesh(name: str, batch: PreparedBatch | None, mesh: StyledMesh) 
 
 def begin(decoder: nn.Module, state: State) -> None:
     """Record that a forward of ``decoder`` runs with this state."""
+    running()  # takes out those that Ctrl-C has ended: a graph that is compiled in this one cannot tell them
     _forwards.push((decoder, state))
     if isinstance(state, OneDevice):
         alone.push(decoder)
