@@ -19,6 +19,7 @@ from ._torch.leaves import has_hooks, other_leaf
 from ._torch.modes import tree_leaves
 from ._torch.once import once
 from .module.mesh_binding import binding_of
+from .module.mixers.calls import names_in
 from .module.mixing import mixing
 from .ops.writes import Written, writes
 
@@ -112,7 +113,7 @@ def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int 
     made = inspect.unwrap(function)
     if not inspect.isfunction(made) or depth == 0:
         return False
-    called = made.__code__.co_names
+    called = names_in(made.__code__)
     inner = (x for name in called for x in (getattr(type(module), name, None), made.__globals__.get(name)))
     return bool(names.search(" ".join(called))) or any(_calls(module, x, names, depth - 1) for x in inner)
 

@@ -120,12 +120,11 @@ def _tokens_of_block(table: Tensor | None, given: Any, mask: Tensor | None) -> T
     if table is None or given is None:
         return None
     other: Any = documents_table(given)
-    own, rows = packed_of(table).rows, read(other).rows
-    alike = len(own) == len(rows) and all(tuple(a[: len(b)]) == tuple(b) for a, b in zip(own, rows, strict=True))
-    same = alike or (len(own) == 1 and all(tuple(own[0][: len(b)]) == tuple(b) for b in rows))
-    if same or tokens_of(table) is None or tokens_of(other) is not None:  # a batch's own table knows its padding
-        return tokens_of(table) if same else None
-    if mask is None:
+    own, rows, tokens = packed_of(table).rows, read(other).rows, tokens_of(table)
+    own = own * len(rows) if len(own) == 1 else own
+    if len(own) == len(rows) and all(tuple(a[: len(b)]) == tuple(b) for a, b in zip(own, rows, strict=True)):
+        return tokens
+    if tokens is not None and mask is None and tokens_of(other) is None:  # a batch's own table knows its padding
         raise ValueError(
             f"pool got documents={[list(row) for row in rows[:2]]}, which are not those of this handler.documents "
             "block, whose batch has padding. Parts of its documents have that padding, and those of another sequence "

@@ -24,7 +24,7 @@ from .dispatch_mode import abandon, begin, calls, current_call, dispatching
 from .latents import LatentLayer
 from .mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from .model import begin_call
-from .running_call import ExchangedInputs, RunningCall
+from .running_call import ExchangedInputs, RunningCall, shares_in
 
 
 class AttentionHooks:
@@ -85,9 +85,7 @@ class AttentionHooks:
         """Rows and positions of the tensors that the module is given, if it has not warned of these yet."""
         if is_compiling() or self.binding.warned:
             return []
-        seq = 0 if self.style.seq_dim == 0 else 1
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim == 3)
-        return [(x.shape[1 - seq], x.shape[seq]) for x in given]
+        return shares_in((*args, *kwargs.values()), 0 if self.style.seq_dim == 0 else 1)
 
     def _exchange(
         self, call: RunningCall, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -71,7 +71,33 @@ def difference(
             those that require one are compared.
     """
     with _restored(module):
-        return _difference(own, replacement, few, arguments, module, grad)
+        again = {name: x.clone() if isinstance(x, Tensor) else x for name, x in few.items()}  # own may write to few
+        ours = replacement(few)
+        found = None
+        for enabled in {grad: None, False: None}:  # some functions run without gradients only
+            with suppress(Exception), torch.set_grad_enabled(enabled):
+                found = own(few)  # arguments need no gradient: an output that does depends on something else
+                break
+        if found is None:
+            return ""  # it takes no such length, so there is nothing to compare with
+        if _form(found) != _form(ours):
+            return f"it returns {_form(found)}, and the function {_form(ours)}"
+        found, ours = (x[0] if isinstance(x, tuple) else x for x in (found, ours))
+        if found.shape != ours.shape:
+            return f"it returns {tuple(found.shape)}, and the function {tuple(ours.shape)}"
+        bar = 0.1 if torch.finfo(found.dtype).bits == 16 or torch.is_autocast_enabled(found.device.type) else 1e-3
+        leaf = other_leaf(found, [x for x in arguments.values() if isinstance(x, Tensor)])
+        found, ours = found.detach().double(), ours.double()
+        scale = torch.maximum(found.abs().max(), ours.abs().max()).item()
+        distance = (found - ours).abs().max().item()
+        if distance > bar * scale:
+            return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
+        if leaf is not None:  # a gain of 1 or a state of 0 changes no output yet, and would never be trained
+            return f"its output also depends on {name_of(module, leaf)}, which is no argument"
+        if kept := _kept_state(own, again, found, bar / 10 * scale, enabled):
+            return kept
+        trained = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+        return _difference_of_gradients(own, replacement, few, trained) if trained else ""
 
 
 @contextmanager
@@ -95,51 +121,22 @@ def _restored(module: nn.Module | None) -> Iterator[None]:
                     x.detach().copy_(content)
 
 
-def _difference(
-    own: Callable[[Few], Any],
-    replacement: Callable[[Few], Any],
-    few: Few,
-    arguments: Few,
-    module: nn.Module | None,
-    grad: bool,
-) -> str:
-    again = {name: x.clone() if isinstance(x, Tensor) else x for name, x in few.items()}  # own may write to few
-    ours = replacement(few)
-    found = None
-    for enabled in {grad: None, False: None}:  # some functions run without gradients only
-        with suppress(Exception), torch.set_grad_enabled(enabled):
-            found = own(few)  # arguments need no gradient: an output that does depends on something else
-            break
-    if found is None:
-        return ""  # it takes no such length, so there is nothing to compare with
-    if _form(found) != _form(ours):
-        return f"it returns {_form(found)}, and the function {_form(ours)}"
-    found, ours = (x[0] if isinstance(x, tuple) else x for x in (found, ours))
-    if found.shape != ours.shape:
-        return f"it returns {tuple(found.shape)}, and the function {tuple(ours.shape)}"
-    bar = 0.1 if torch.finfo(found.dtype).bits == 16 or torch.is_autocast_enabled(found.device.type) else 1e-3
-    leaf = other_leaf(found, [x for x in arguments.values() if isinstance(x, Tensor)])
-    found, ours = found.detach().double(), ours.double()
-    scale = torch.maximum(found.abs().max(), ours.abs().max()).item()
-    distance = (found - ours).abs().max().item()
-    if distance > bar * scale:
-        return f"their outputs differ by {distance:.2g} of {scale:.2g} on the first tokens of this rank"
-    if leaf is not None:  # a gain of 1 or a state of 0 changes no output yet, and would never be trained
-        return f"its output also depends on {name_of(module, leaf)}, which is no argument"
+def _kept_state(own: Callable[[Few], Any], few: Few, found: Tensor, most: float, grad: bool) -> str:
+    """The difference, of more than ``most``, between what is replaced and its second call; "" if there is none."""
     try:
-        with torch.set_grad_enabled(enabled):
-            second = own(again)
+        with torch.set_grad_enabled(grad):
+            second = own(few)
         second = (second[0] if isinstance(second, tuple) else second).detach().double()
     except Exception as error:
         return f"it raises {type(error).__name__} ({error}) when it is called again"
     distance = (found - second).abs().max().item()
-    if distance > bar / 10 * scale:  # atomic additions come in another order, too
-        return (
-            f"its outputs differ by {distance:.2g} of {scale:.2g} when it is called again with the same tokens, so it "
-            "keeps a state from call to call, where the function begins every call with zeros (let its forward do so)"
-        )
-    trained = {name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-    return _difference_of_gradients(own, replacement, few, trained) if trained else ""
+    if not distance > most:  # atomic additions come in another order, too
+        return ""
+    return (
+        f"its outputs differ by {distance:.2g} of {found.abs().max().item():.2g} when it is called again with the same "
+        "tokens, so it keeps a state from call to call, where the function begins every call with zeros (let its "
+        "forward do so)"
+    )
 
 
 def _difference_of_gradients(

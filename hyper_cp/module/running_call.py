@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -149,6 +149,11 @@ class MayWarn(Protocol):
 
     warned: bool
     """True once a call has warned of windows of the sequence."""
+
+
+def shares_in(tensors: Iterable[Any], seq_dim: int = 1) -> list[tuple[int, int]]:
+    """Rows and positions of hidden states among the arguments of a module, with the sequence in dimension 0 or 1."""
+    return [(x.shape[1 - seq_dim], x.shape[seq_dim]) for x in tensors if isinstance(x, Tensor) and x.ndim == 3]
 
 
 def warn_of_windows(

@@ -88,9 +88,8 @@ def _longest(documents: Tensor | None, whole: int) -> int:
     if documents is None:
         return whole
     rows, tokens, longest = read(documents).rows, tokens_of(documents), 0
-    before = F.pad(torch.ones(1, whole, dtype=torch.int64, device="cpu") if tokens is None else tokens, (1, 0)).cumsum(
-        1
-    )
+    shown = torch.ones(1, whole, dtype=torch.int64, device="cpu") if tokens is None else tokens
+    before = F.pad(shown, (1, 0)).cumsum(1)
     for number, row in enumerate(rows):
         ends = torch.tensor(row, device="cpu")
         counts = (before[number : number + 1] if len(rows) == len(before) else before)[:, ends].diff()

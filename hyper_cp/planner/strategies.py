@@ -131,6 +131,10 @@ class Workload:
     memory_bytes: float
     device: str = "cuda"
 
+    def ranks(self, ring: int, ulysses: int = 1) -> Ranks:
+        """The ranks of a cp mesh, among all of the cluster's."""
+        return Ranks(ring, ulysses, self.cluster.gpus_per_host, self.gpus)
+
     @property
     def length(self) -> int:
         """The global length of a sequence."""
@@ -242,7 +246,7 @@ class Estimator:
             exchange = mode.kv_exchange or "all_gather"
             work = self._work(mode.layout, mode.cp_size, exchange, 1, pooling.topk * pooling.every)
             flops = work.pairs * (p.model.pair_flops * p.batch / pooling.every)
-        move = pooling_transfers(pooling, cluster, mode.cp_size, mode.layout, p.batch, p.length, p.element, p.gpus)
+        move = pooling_transfers(pooling, cluster, p.ranks(mode.cp_size), mode.layout, p.batch, p.length, p.element)
         most = float(flops.max())
         ahead, behind = most / cluster.flops("forward_share"), BACKWARD * most / cluster.flops("backward_share")
         time = AttentionTime(ahead + sum(move.arriving), behind + sum(move.gradients), ahead, behind)
@@ -252,7 +256,7 @@ class Estimator:
     def _attention(self, mode: Strategy, topk: int, window: int = 0) -> Cost:
         """The attention of one layer whose queries see at most ``topk`` keys, or a window; 0: all."""
         p, exchange = self.workload, mode.kv_exchange or "all_gather"
-        ranks = Ranks(mode.ring, mode.ulysses_degree, p.cluster.gpus_per_host, p.gpus)
+        ranks = p.ranks(mode.ring, mode.ulysses_degree)
         kv_heads = heads_after_sharing(p.model.kv_heads, mode.ulysses_degree) // mode.ulysses_degree
         travelling = 1 if p.model.latents_travel(mode.ulysses_degree) else kv_heads
         work = self._work(mode.layout, mode.ring, exchange, travelling, topk, window)
@@ -275,7 +279,7 @@ class Estimator:
             return found
         work = self._work(mode.layout, size, exchange, 1)
         moves = [
-            indexer_transfers(p.model, p.cluster, size, exchange, p.batch, p.length, rank, mine, p.element, p.gpus)
+            indexer_transfers(p.model, p.cluster, p.ranks(size), exchange, p.batch, p.length, rank, mine, p.element)
             for rank, mine in work.ranks.items()
         ]
         kernels = Kernels.of_indexer(p.model, p.cluster, p.batch, p.length / size)
@@ -306,7 +310,7 @@ class Estimator:
         flops = np.sum([n * c.flops * (c.passes + repeat) for n, repeat, c in calls], axis=0)
         time = total((n, c.attention.recomputed(repeat)) for n, repeat, c in calls)
         compute = linear / p.cluster.flops("matmul_share") + time.kernels_forward + time.kernels_backward
-        ranks = Ranks(strategy.ring, strategy.ulysses_degree, p.cluster.gpus_per_host, p.gpus)
+        ranks = p.ranks(strategy.ring, strategy.ulysses_degree)
         fullest = cost.ring.ranks[cost.ring.rank]
         needs = memory(
             model,

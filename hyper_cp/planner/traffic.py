@@ -110,18 +110,17 @@ def transfers(
 def indexer_transfers(
     model: ModelShape,
     cluster: Cluster,
-    ranks: int,
+    ranks: Ranks,
     kv_exchange: str,
     batch: int,
     length: int,
     rank: int,
     work: RankWork,
     element: int,
-    world: int = 0,
 ) -> TransferTimes:
-    """The transfers of an indexer on one of ``ranks`` ranks, which are one ring: its keys, in forward only."""
-    found, ring = TransferTimes(), Ranks(ranks, 1, cluster.gpus_per_host, world)
-    _add_keys(found, cluster, ring, kv_exchange, batch * model.indexer_dim, length, rank, work, element)
+    """The transfers of an indexer on one of ``ranks``, which are one ring: its keys, in forward only."""
+    found = TransferTimes()
+    _add_keys(found, cluster, ranks, kv_exchange, batch * model.indexer_dim, length, rank, work, element)
     forward = element / (2 * element + ACCUMULATED)
     return replace(
         found,
@@ -134,30 +133,23 @@ def indexer_transfers(
 
 
 def pooling_transfers(
-    pooling: Pooling,
-    cluster: Cluster,
-    ranks: int,
-    layout: str,
-    batch: int,
-    length: int,
-    element: int,
-    world: int = 0,
+    pooling: Pooling, cluster: Cluster, ranks: Ranks, layout: str, batch: int, length: int, element: int
 ) -> TransferTimes:
-    """The transfers of one layer's entries, on one of ``ranks`` ranks: rows before each range that a rank holds, and
+    """The transfers of one layer's entries, on one of ``ranks``, a ring: rows before each range that a rank holds, and
     entries. Each is one gather, and one sum of gradients unless they are an indexer's. In ``head_tail`` the two chunks
     of the last rank adjoin, and the last chunk of all precedes nothing."""
-    found, share, two = TransferTimes(), length // ranks, layout == "head_tail"
-    rows = min(pooling.tokens - 1, share // 2 if two else share) * (2 if two and ranks > 2 else 1)
+    found, share, two = TransferTimes(), length // ranks.ring, layout == "head_tail"
+    rows = min(pooling.tokens - 1, share // 2 if two else share) * (2 if two and ranks.ring > 2 else 1)
     numbers = batch * (rows * pooling.row + -(-share // pooling.every) * pooling.width)
-    if ranks == 1:
+    if ranks.ring == 1:
         return found
-    _add_gather(found, cluster, Ranks(ranks, 1, cluster.gpus_per_host, world), 1, numbers, element)
+    _add_gather(found, cluster, ranks, 1, numbers, element)
     sent = (element + (ACCUMULATED if pooling.window else 0)) / (2 * element + ACCUMULATED)
     return replace(
         found,
         bytes_inside=found.bytes_inside * sent,
         bytes_between=found.bytes_between * sent,
-        messages=(4 if pooling.window else 2) * (ranks - 1),
+        messages=(4 if pooling.window else 2) * (ranks.ring - 1),
         gradients=found.gradients if pooling.window else [0.0],
     )
 

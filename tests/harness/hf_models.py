@@ -92,6 +92,11 @@ def tokens(length: int, rows: int = 2) -> Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
+def interrupt(*_: Any) -> None:
+    """A hook in which Ctrl-C ends a forward: torch runs no other hooks then."""
+    raise KeyboardInterrupt
+
+
 def gradients(model: Any) -> list[Tensor]:
     """The gradient of every parameter; zeros where there is none."""
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

@@ -20,6 +20,7 @@ from tests.harness.hf_models import (
     VOCABULARY,
     InDouble,
     gradients,
+    interrupt,
     make,
     model_of,
     prepare_batch,
@@ -181,9 +182,6 @@ def behind_an_interrupted_forward() -> bool:
     """True if an evaluation has logits behind a forward with labels that Ctrl-C has ended: torch runs no hooks then."""
     made, handler = prepared(model_of("llama"))
     local = prepare_batch(handler, batch_of())
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     hook = made.model.layers[0].register_forward_pre_hook(interrupt)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hyper_cp.cli.modes import named_mode
 from tests.harness.hf_causal import tiny_causal
-from tests.harness.hf_models import gradients, prepared, tokens
+from tests.harness.hf_models import gradients, interrupt, prepared, tokens
 from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -143,9 +143,6 @@ def behind_an_interrupted_forward() -> list[str | float]:
     from hyper_cp.integrations.transformers import prepare_batch
 
     made, handler = prepared(tiny_causal("llama"), **RING)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     made.model.layers[0].register_forward_pre_hook(interrupt)
     with contextlib.suppress(KeyboardInterrupt):

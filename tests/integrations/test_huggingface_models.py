@@ -22,7 +22,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel, context_parallel_mesh, split_cp_mesh
 from tests.harness.hf_causal import CAUSAL, MASKED, SEQ2SEQ, tiny_causal
-from tests.harness.hf_models import SMALL, InDouble, gradients, make, model_of, prepare_batch, prepared, tokens
+from tests.harness.hf_models import (
+    SMALL,
+    InDouble,
+    gradients,
+    interrupt,
+    make,
+    model_of,
+    prepare_batch,
+    prepared,
+    tokens,
+)
 from tests.harness.oracle import absolute_error
 from tests.harness.ranks import error_of, on_ranks, sum_over_ranks
 
@@ -1017,10 +1027,7 @@ def interrupted() -> float:
     local = {"input_ids": handler.dispatch(tokens(24), 1), "position_ids": handler.position_ids(24)[None]}
     want = model.model(**local).last_hidden_state
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop, prepend=True)
+    handle = model.model.register_forward_pre_hook(interrupt, prepend=True)
     with contextlib.suppress(KeyboardInterrupt):
         model(**prepare_batch(handler, {"input_ids": tokens(24), "documents": [0, 9, 24]}))
     handle.remove()

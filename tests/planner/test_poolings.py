@@ -90,7 +90,7 @@ def test_bytes_by_hand() -> None:
     csa, indexer = Pooling(20, 4, 8, 4 * 512, 512, 128, 512), Pooling(20, 4, 8, 4 * 128, 128)
     for pooling, bytes_of in ((csa, 2 + 4), (indexer, 2)):  # gradients are summed in fp32
         for layout, ranges in (("contiguous", 1), ("head_tail", 2)):
-            found = pooling_transfers(pooling, PROFILES["h100"], 4, layout, 1, 16384, 2)
+            found = pooling_transfers(pooling, PROFILES["h100"], Ranks(4, 1, 8), layout, 1, 16384, 2)
             numbers = ranges * 7 * pooling.row + 1024 * pooling.width
             assert found.bytes_inside == pytest.approx(3 * numbers * bytes_of)
 

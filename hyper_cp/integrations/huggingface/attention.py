@@ -176,9 +176,7 @@ def attention_mask(
     early = given_mask if state is None and isinstance(given_mask, Tensor) else None
     two = isinstance(state, ForwardState) and bool(state.cross)
     if "allow_is_bidirectional_skip" in others and not others.get("use_vmap") and (two or q_length == kv_length):
-        request = MaskRequest(f"The model of {type(config).__name__}", local_size, state)
-        request.bidirectional, request.pairs, request.padding = True, pairs, early
-        return request
+        return _both_sides(config, local_size, state, pairs, early)
     cached = isinstance(state, ForwardState) and state.cache is not None and state.cache.turn.prompt is None
     if not cached and early is None and (q_length != kv_length or not isinstance(q_offset, int) or q_offset != 0):
         raise NotImplementedError(
@@ -202,9 +200,7 @@ def attention_mask(
         return request
     # Decoders that are encoders (EmbeddingGemma) join the causal mask with one of keys behind.
     if function is not None and not allow_is_causal_skip and getattr(config, "use_bidirectional_attention", 0) is True:
-        request = MaskRequest(f"The model of {type(config).__name__}", local_size and local_size - 1, state)
-        request.bidirectional, request.pairs, request.padding = True, pairs, early
-        return request
+        return _both_sides(config, local_size and local_size - 1, state, pairs, early)
     if (not allow_is_causal_skip and not selects) or (local_size not in (None, window) and not chunked):
         chunks = allow_is_causal_skip
         kind = f"custom (size {local_size})" if chunks else "custom or explicit"
@@ -218,6 +214,15 @@ def attention_mask(
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
     request.selects, request.pairs, request.padding = selects, pairs, early
+    return request
+
+
+def _both_sides(
+    config: Any, window: int | None, state: State | None, pairs: tuple[int, ...], padding: Tensor | None
+) -> MaskRequest:
+    """The request for a mask of keys before and behind each query, ``window`` positions on either side."""
+    request = MaskRequest(f"The model of {type(config).__name__}", window, state)
+    request.bidirectional, request.pairs, request.padding = True, pairs, padding
     return request
 
 

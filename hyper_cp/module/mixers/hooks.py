@@ -14,6 +14,7 @@ from ...mesh.cp_mesh import CPMesh
 from ..dispatch_mode import alone
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
 from ..model import begin_call
+from ..running_call import shares_in
 from .calls import RunningMixer, is_mixer, route, route_mixer, running_mixers
 
 Where = tuple[CPMesh, str, Tensor | None, int | None]
@@ -77,10 +78,7 @@ class MixerHooks:
         if found is not None:
             if not is_compiling():
                 route(type(module))  # again: a cell of a notebook may have bound the functions anew
-            hidden = (
-                [] if is_compiling() or self.warned else [x for x in given if isinstance(x, Tensor) and x.ndim == 3]
-            )
-            shares = [(x.shape[0], x.shape[1]) for x in hidden]
+            shares = [] if is_compiling() or self.warned else shares_in(given)
             running_mixers.push(RunningMixer(self.name, module, *found, owner=self, shares=shares))
         else:
             alone.push(module)
