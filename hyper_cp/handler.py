@@ -207,14 +207,6 @@ class ContextParallelHandler(Shares):
         device, depth = torch.device(self.mesh.device_type), options.get("mtp_depth", 0)
         return local_batches(batches, read, device, accumulate, counted, self.cp, depth)
 
-    def _local_share(
-        self, tensor: Tensor, seq_dim: int, documents: Tensor | None, pad_value: float | None = None
-    ) -> Tensor:
-        """The same, whose layout the mesh records."""
-        share = super()._local_share(tensor, seq_dim, documents, pad_value)
-        self.cp.batch.lengths.record_layout(share.shape[seq_dim], self.layout)
-        return share
-
     # ------------------------------------------------------------------ rotary embedding
 
     def get_rotary_seq_len(self, local: Tensor | int, seq_dim: int = 1, *, documents: Any = None) -> int:

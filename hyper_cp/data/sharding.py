@@ -232,7 +232,7 @@ class Shares:
         if pad_value is not None and self.padded_length(length) > length:
             tensor = _padded(tensor, seq_dim, self.padded_length(length) - length, pad_value)
         resolved = resolve_layout(self, tensor.shape[seq_dim], documents, f"tensor.shape[{seq_dim}]")
-        self.cp.batch.lengths.record(tensor.shape[seq_dim] // self.cp.size, split=True)
+        self.cp.batch.lengths.record(tensor.shape[seq_dim] // self.cp.size, self.layout)
         if self.cp.agreement is not None and not is_compiling():
             self.cp.agreement.compare_tokens_later(tensor, self.style_of_model)
         ranges = resolved.ranges(self.cp.rank)

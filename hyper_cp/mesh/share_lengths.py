@@ -18,30 +18,23 @@ class ShareLengths:
     """The lengths of shares that were handed out or attended."""
 
     def __init__(self) -> None:
-        self._made: dict[int, bool] = {}
-        """True for those that a handler has split."""
         self._layouts: dict[int, set[str]] = {}
-        """Layouts in which handlers have split shares of these lengths."""
+        """The layouts in which handlers have split shares of each length; none if one was attended only."""
         self._last = ""
-        """The layout of the last of these."""
+        """The layout of the last split."""
         self._warned = self._warned_of_whole = self._warned_of_layout = False
         """True once a call with a few positions more or less than a share has been warned of."""
 
-    def record(self, length: int, split: bool = False) -> None:
-        """Record the length of a share; ``split``: a handler has made it."""
-        if is_compiling() or self._made.get(length, False) or (length in self._made and not split):
+    def record(self, length: int, layout: str | None = None) -> None:
+        """Record the length of a share; ``layout``: that in which a handler has made it."""
+        if is_compiling():
             return
-        self._made[length] = split
-        if len(self._made) > LENGTHS:
-            self._made.pop(next(iter(self._made)), None)
-
-    def record_layout(self, length: int, layout: str) -> None:
-        """Record the layout of a share that a handler has made."""
-        if not is_compiling():
+        layouts = self._layouts.setdefault(length, set())
+        if layout is not None:
             self._last = layout
-            self._layouts.setdefault(length, set()).add(layout)
-            if len(self._layouts) > LENGTHS:
-                self._layouts.pop(next(iter(self._layouts)), None)
+            layouts.add(layout)
+        if len(self._layouts) > LENGTHS:
+            self._layouts.pop(next(iter(self._layouts)), None)
 
     def warn_of_layout(self, length: int, layout: str) -> None:
         """Warn, once, of a call outside of blocks in a layout in which no handler has split a share of its length,
@@ -62,11 +55,11 @@ class ShareLengths:
     @property
     def made(self) -> set[int]:
         """Those that a handler has made lately."""
-        return {length for length, split in self._made.copy().items() if split}  # a loader's thread adds to it
+        return {length for length, layouts in self._layouts.copy().items() if layouts}  # a loader's thread adds to it
 
     def __contains__(self, length: int) -> bool:
         """True if a share of this length was handed out or attended lately."""
-        return length in self._made
+        return length in self._layouts
 
     def warn_of_change(self, length: int, of_block: int) -> None:
         """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
@@ -106,7 +99,7 @@ class ShareLengths:
     def refuse_other_ranks(self, split: Split, length: int, ranks: int, of_this_mesh: bool) -> None:
         """Raise ``ValueError`` if a call has got the share of a batch that was split over more or fewer ranks."""
         other = split.share == length and length * ranks != split.padded
-        if other and (of_this_mesh or not self._made.get(length)):
+        if other and (of_this_mesh or not self._layouts.get(length)):
             raise ValueError(
                 f"attention runs over {ranks} rank{'s' * (ranks > 1)}, and this batch of {split.padded} positions was "
                 f"split over {split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs "
@@ -119,7 +112,7 @@ class ShareLengths:
         if length == split.share or length not in (split.length, split.padded):
             return
         what = f"{length} positions of this batch on each rank, and not the {split.share} of its share"
-        if not self._made.get(length):
+        if not self._layouts.get(length):
             raise ValueError(
                 f"attention has got all {what}. Attention would take them for parts of one long sequence. Pass the "
                 "model the batch that the handler returned"
