@@ -113,9 +113,9 @@ PRIVATE_ELSEWHERE = {
     ("integrations/huggingface/checks.py", "_can_set_attn_implementation"): READS,
     ("integrations/huggingface/latents.py", "_attn_implementation"): READS,
     ("integrations/huggingface/modules.py", "_attn_implementation"): READS,
-    ("integrations/transformers.py", "_attn_implementation"): READS,
+    ("integrations/huggingface/decoder.py", "_attn_implementation"): READS,
     ("integrations/huggingface/sparse.py", "_short_conv"): "the convolution of Qwen 4, which is replaced if known",
-    ("integrations/transformers.py", "_can_set_attn_implementation"): READS,
+    ("integrations/huggingface/decoder.py", "_can_set_attn_implementation"): READS,
 }
 """``(module, name)``: the reason why a private name of another package may stand there."""
 

@@ -28,7 +28,8 @@ from .._torch.modules import in_evaluation
 from ..handler import ContextParallelHandler
 from ..mesh.family import split_cp_mesh
 from ..mesh_swap import context_parallel_mesh
-from .huggingface.checks import base_of, check_entries
+from .huggingface.batch import check_entries
+from .huggingface.checks import base_of
 from .huggingface.decoding import SplitModelCache
 from .huggingface.seams import cache_in
 from .trainer import ContextParallelTrainer, hooks_of_trainer, where_split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from ...module.mixing import mixing as why_mixing
 from ...module.mixing import mixing_modules
 from ...schedule.layout import by_documents
 from . import sparse
+from .batch import is_media
 from .media import encoders_in, owner_of
 from .modules import (
     counting,
@@ -56,19 +57,6 @@ SHIFTS = re.compile(r"fft|fourier_transform|\[:, (1:|:-1)[],]|attention_mask\.su
 """Code that reads other positions than a token's own."""
 MISSING = {"Llama4ForConditionalGeneration": ("MoeCausalLMOutputWithPast", "image_outputs")}
 """Models whose forward reads an attribute of an output that does not have it (transformers 5.24.0)."""
-MEDIA = re.compile(
-    r"^(pixel|image(?!_embeds_position_mask)|video|audio|input_features|input_values|high_res|second_per_grid|spatial_shapes|target_sizes|tile_"
-    r"|num_(local|frames)|batch_num|patches_grid|aspect_ratio|feature_attention|cross_attention_states|mm_encoder"
-    r"|flattened_pa|padding_mask|chunk_sample|qformer)"
-)
-"""Names of inputs other than text."""
-
-
-def is_media(name: str, x: Any) -> bool:
-    """True for an input other than text. (Idefics has a mask ``[B, S, images]``, which is split with the tokens, under
-    the name of a mask of patches in other models.)"""
-    of_tokens = name == "image_attention_mask" and isinstance(x, Tensor) and x.ndim == 3
-    return MEDIA.match(name) is not None and not of_tokens
 
 
 def base_of(model: Any) -> PreTrainedModel:
@@ -459,43 +447,6 @@ def check_padding(decoder: Any, mixers: list[nn.Module], layout: str, batch: Pre
             "padding, and convolves it with the tokens behind it, but in this layout padding is a document of its own. "
             'Pad rows at their end, or use layout="contiguous" or "head_tail"'
         )
-
-
-def check_entries(batch: Mapping[str, Any]) -> Tensor:
-    """Return the tokens of a whole batch. Raise unless its other entries fit to them."""
-    name = next((x for x in ("input_ids", "inputs_embeds") if batch.get(x) is not None), None)
-    if name is None:
-        raise ValueError(
-            f"batch has the entries {list(batch)}, but neither input_ids nor inputs_embeds. The tokens tell the length "
-            "of the sequence. Give them one of these names"
-        )
-    tokens = batch[name]
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2 or 0 in tokens.shape[:2]:
-        raise ValueError(
-            f"{name} is {_described(tokens)}. The sequence is its dimension 1, which the ranks share. Pass a tensor "
-            "[B, S, ...] with at least one token"
-        )
-    rows, length = tokens.shape[:2]
-    for entry in ("labels", "shift_labels"):
-        x = batch.get(entry)
-        if x is not None and (not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != tokens.shape[:2]):
-            raise ValueError(
-                f"{entry} is {_described(x)}, but {name} holds {rows} x {length} tokens. Labels are shifted and split "
-                f"with the tokens. Pass one for each token: [{rows}, {length}]"
-            )
-    positions = batch.get("position_ids")
-    if positions is not None and (
-        not isinstance(positions, Tensor) or positions.ndim < 2 or positions.shape[-1] != length
-    ):
-        raise ValueError(
-            f"position_ids is {_described(positions)}, but {name} holds {length} tokens in a row. The positions of "
-            f"all tokens are split with them. Pass a tensor [{rows}, {length}], or leave it out"
-        )
-    return tokens
-
-
-def _described(x: Any) -> str:
-    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def check_dropped_layers(stacks: Iterable[nn.Module]) -> None:

@@ -7,7 +7,7 @@ states of the whole sequence, which the head pools as on one device.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
 from . import forward
+from .batch import prepare_batch
 from .seams import source_of
 
 _on_the_host = torch.compiler.disable(
@@ -53,17 +54,11 @@ class PooledHook:
     """The hooks of a decoder whose hidden states are pooled, and of the model around it.
 
     Args:
-        split: makes this rank's share of a whole batch.
         over_positions: the head takes a softmax over all positions, those of padding, too.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        split: Callable[[ContextParallelHandler, Any], dict[str, Any]],
-        over_positions: bool,
-    ) -> None:
-        self.binding, self.split, self.over_positions = binding, split, over_positions
+    def __init__(self, binding: Binding, over_positions: bool) -> None:
+        self.binding, self.over_positions = binding, over_positions
         self.batch: Any = None
         """The handler, the length and the documents of the forward that runs."""
 
@@ -98,7 +93,7 @@ class PooledHook:
         mask = whole.get("attention_mask")
         if mask is not None and mask.ndim == 2 and (self.over_positions or _may_pool_padding(decoder, whole)):
             whole["shift_labels"] = torch.zeros_like(mask)
-        local = self.split(handler, whole)
+        local = prepare_batch(handler, whole)
         local.pop("shift_labels", None)
         length = whole["input_ids" if "input_ids" in whole else "inputs_embeds"].shape[1]
         self.batch = handler, length, local["context_parallel"].documents

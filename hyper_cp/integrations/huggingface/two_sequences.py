@@ -19,6 +19,7 @@ from ...data.packing import take_documents
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...style import style_of
+from .batch import prepare_batch
 from .media import METHODS
 from .outputs import check_ignored
 from .seams import CACHES, code_of_user, has_head, in_file, loss_of_user, source_of, words_in
@@ -78,14 +79,10 @@ def cross_attention(decoder: nn.Module) -> set[nn.Module]:
 
 
 class SourceTargetHook:
-    """The hooks of an encoder-decoder, and of its two stacks.
+    """The hooks of an encoder-decoder, and of its two stacks."""
 
-    Args:
-        split: makes this rank's share of a whole batch.
-    """
-
-    def __init__(self, binding: Binding, split: Callable[[ContextParallelHandler, Any], dict[str, Any]]) -> None:
-        self.of_decoder, self.split = binding, split  # no "binding": that would be taken for the encoder's
+    def __init__(self, binding: Binding) -> None:
+        self.of_decoder = binding  # no "binding": that would be taken for the encoder's
         self.shift: Callable[[Tensor], Tensor] = lambda labels: labels
         """The function by which the model makes the input of its decoder of labels."""
         self.masks: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
@@ -157,7 +154,7 @@ class SourceTargetHook:
         """This rank's share of a sequence. Where ``labels`` are not -100, outputs of padding are read, too."""
         whole = {name: kwargs.pop(name) for name in INPUTS if kwargs.get(name) is not None}
         whole |= {} if labels is None else {"shift_labels": labels}
-        return {**kwargs, **self.split(self._handler(), whole)}
+        return {**kwargs, **prepare_batch(self._handler(), whole)}
 
     def split_source(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This rank's share of the source."""
