@@ -69,7 +69,7 @@ PRIVATE_ELSEWHERE = {
     ("data/head.py", "_backward_pre_hooks"): HOOKS,
     ("mesh/batch_state.py", "_DummyThread"): "a thread that Python has not started, which has no public name",
     (
-        "integrations/huggingface/attention.py",
+        "integrations/huggingface/masks.py",
         "_prepare_decoder_attention_mask",
     ): "the method by which Kosmos 2 makes its mask, as the model of transformers defines it",
     (

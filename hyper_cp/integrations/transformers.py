@@ -28,7 +28,7 @@ from ..module.guards import watch
 from ..module.mesh_binding import binding_of
 from ..style import ContextParallel
 from .adapters import check_adapters
-from .huggingface.attention import make_masks_before, register
+from .huggingface.attention import register
 from .huggingface.batch import prepare_batch
 from .huggingface.checks import OVER_POSITIONS, POOLED, base_of, check_model, decoder_of
 from .huggingface.chunked_loss import ChunkedLoss
@@ -39,6 +39,7 @@ from .huggingface.image_keys import ImageKeysHook, attend_locally, image_keys_of
 from .huggingface.indexer_losses import indexer_losses
 from .huggingface.inline_media import InlineMediaHook, inline_media_of
 from .huggingface.latents import NAME
+from .huggingface.masks import make_masks_before
 from .huggingface.media import MediaHook, owner_of
 from .huggingface.outputs import TupleOutput
 from .huggingface.pooled import PooledHook

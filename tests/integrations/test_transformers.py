@@ -337,7 +337,8 @@ class Capped(nn.Module):
 def refused() -> dict[str, str]:
     from transformers import DynamicCache
 
-    from hyper_cp.integrations.huggingface.attention import attention_forward, attention_mask
+    from hyper_cp.integrations.huggingface.attention import attention_forward
+    from hyper_cp.integrations.huggingface.masks import attention_mask
     from hyper_cp.integrations.transformers import register
 
     ids = tokens(24)

@@ -26,7 +26,6 @@ from ...schedule.documents import read
 from ...style import ContextParallel, style_of
 from ..adapters import check_adapters
 from . import forward, inkling, selected_blocks, selected_pools, sparse
-from .attention import request_masks
 from .batch import prepare_batch
 from .checks import (
     check_added,
@@ -46,6 +45,7 @@ from .forward import ForwardState, OneDevice, mixer_state
 from .forward_batch import BatchReader
 from .indexer_losses import collecting
 from .latents import NAME, prepare_latents
+from .masks import request_masks
 from .modules import (
     LightningHooks,
     direct_attention,

@@ -20,9 +20,9 @@ from ...data.sharding import local_share
 from ...handler import ContextParallelHandler
 from ...module.mesh_binding import Binding
 from ...schedule.documents import PackedDocuments
-from .attention import padding_mask
 from .batch import of_keys
 from .checks import counts_mask, position_maker
+from .masks import padding_mask
 from .modules import no_mask, prepare_rotary
 
 

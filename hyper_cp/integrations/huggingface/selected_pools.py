@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...ops.recurrence.windows import gather_windows, windows
 from ...ops.selected_entries import select_entries, tokens_of_entries
-from .attention import MaskRequest
 from .forward import ForwardState
+from .masks import MaskRequest
 from .seams import known_as, outside_graphs, refuse_batch
 
 INDEXER, ATTENTION = "Glm5NextTextIndexer", "Glm5NextTextAttention"

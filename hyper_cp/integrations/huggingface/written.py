@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..._torch.modules import is_running
-from .attention import MaskRequest, attention_forward
+from .attention import attention_forward
 from .forward import ForwardState, running, state_for
 from .latents import NAME
+from .masks import MaskRequest
 from .modules import run_in
 from .relative import RelativeBias
 from .seams import in_file, replace_in_file, source_of
