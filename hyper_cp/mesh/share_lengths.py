@@ -57,6 +57,10 @@ class ShareLengths:
         """Those that a handler has made lately."""
         return {length for length, layouts in self._layouts.copy().items() if layouts}  # a loader's thread adds to it
 
+    def layouts_of(self, length: int) -> set[str]:
+        """The layouts in which handlers have split shares of this length lately."""
+        return self._layouts.get(length, set())
+
     def __contains__(self, length: int) -> bool:
         """True if a share of this length was handed out or attended lately."""
         return length in self._layouts

@@ -106,7 +106,7 @@ def _pattern(names: Iterable[str]) -> str:
     return repr(tuple(names)[:3])
 
 
-MIXING_CALLS = {name for row in TABLE if row.refused or row.warned for name in row.functions}
+MIXING_CALLS = {name for row in TABLE if row.refused or row.warned is not None for name in row.functions}
 """Names of functions that mix positions."""
 
 
@@ -141,13 +141,15 @@ def _mixing_call(
     """The row of a function that mixes positions of a share, the module that calls it, and both in words; None for
     other calls, for which no model is looked up, and in modules that are exempted."""
     row = row_of_call(func.__name__, args, kwargs, lengths)
-    if row is None or not (row.refused or row.warned) or called_by_library() or calling_file() == _OF_MASKS:
+    if row is None or called_by_library() or calling_file() == _OF_MASKS:
+        return None
+    x: Tensor = args[0] if args else kwargs["input"]
+    if not (row.refused or (row.warned is not None and row.warned(x, args, kwargs, lengths))):
         return None
     model, caller = find_model(), next(iter(running_modules()), None)
     name = model.names.get(id(caller), "") if model else ""
     if model is not None and model.allows(name):
         return None
-    x: Tensor = args[0] if args else kwargs["input"]
     who = f"module {name!r} ({type(caller).__name__}) calls {func.__name__}" if model else f"{func.__name__} is called"
     return row, name, f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence"
 
@@ -305,7 +307,8 @@ class FirstForward(EnteredMode):
 
     def __init__(self, known: bool = False, elsewhere: Set[nn.Module] = frozenset()) -> None:
         super().__init__()
-        self.known, self.elsewhere, self.warned = known, elsewhere, False
+        self.known, self.elsewhere = known, elsewhere
+        self.warned = self.warned_of_keys = False
         self.done: set[bool] = set()
         """The modes whose first forward has been watched, training and evaluation: other modules may run in each."""
         self.thread: int | None = None
@@ -363,12 +366,14 @@ class FirstForward(EnteredMode):
             self._warn_of_mixing(func, args, kwargs)
         if spelling is None or current_call() is not None:
             return
-        length = _self_attention(func, args, kwargs)
-        if length == 0:
+        lengths = _lengths(func, args, kwargs)
+        reads = lengths is not None and lengths[0] != lengths[1]
+        if lengths is not None and (lengths[1] == 1 or (reads and not self._watches_mixing())):
             return
         name = self.model.names.get(id(caller), "")
         if not self.model.allows(name) and self.elsewhere.isdisjoint(running_modules()):
-            self._add(caller, name, spelling, length, _NOT_REPLACED if self.known else _NO_KEYS)
+            end = _OTHER_QUERIES if reads else _NOT_REPLACED if self.known else _NO_KEYS
+            self._add(caller, name, spelling, None if lengths is None else lengths[1], end)
 
     def _watches_mixing(self) -> bool:
         """True for a call in a model that the user has written, and of the user's own code in a mixer and in a model
@@ -416,14 +421,23 @@ class FirstForward(EnteredMode):
         return {b.positions for b in self.model.styled.values() if b.ran and b.positions is not None}
 
     def _refuse_unrouted(self) -> None:
-        """Raise if a call that was not routed had as many positions as this rank's share of the sequence."""
+        """Raise if a call that was not routed had as many positions as this rank's share of the sequence. Warn if these
+        were keys of other queries: a memory that every rank has may be as long."""
         shares = self._shares()
-        for name, call, length, end in self.unrouted:
-            if shares and (length is None or length in shares):
-                raise RuntimeError(
-                    f"{call} on this rank's share of the sequence{'' if length is None else f' ({length} positions)'}, "
-                    f"{end} exempt it from this check: ContextParallel(allow={_pattern([name])})"
-                )
+        for entry in [*self.unrouted]:
+            name, call, length, end = entry
+            if not shares or length not in (None, *shares):
+                continue
+            text = (
+                f"{call} on this rank's share of the sequence{'' if length is None else f' ({length} positions)'}, "
+                f"{end} exempt it from this check: ContextParallel(allow={_pattern([name])})"
+            )
+            if end != _OTHER_QUERIES:
+                raise RuntimeError(text)
+            self.unrouted.remove(entry)
+            if not self.warned_of_keys:
+                self.warned_of_keys = True
+                warnings.warn(text, stacklevel=6)
 
     def after(self, root: nn.Module, args: Any, output: Any) -> None:
         """Raise if attention was not routed, or if no styled module ran."""
@@ -463,6 +477,11 @@ class FirstForward(EnteredMode):
 _NO_KEYS = (
     "and is not under ContextParallel: it attends to none of the other ranks' keys. Add it to the plan. If what it "
     "attends to is not the split sequence,"
+)
+_OTHER_QUERIES = (
+    "as keys of other queries (a learned probe, a head that pools), and reads none of the other ranks' keys. Give it "
+    "the whole sequence (handler.combine, see docs/guide/encoders.md). If every rank has all of these keys, ignore "
+    "this warning, or"
 )
 _NOT_REPLACED = (
     "which the preparation of this model does not replace: it attends to none of the other ranks' keys. Call attention "
@@ -515,13 +534,12 @@ def takes_positions(func: Any, caller: nn.Module) -> bool:
     return getattr(func, "__name__", "") == "embedding" or _ROTARY.search(type(caller).__name__) is not None
 
 
-def _self_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The number of positions of an attention call; 0 for one that is surely not attention of a sequence to itself;
-    None if it cannot be read."""
+def _lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """The numbers of queries and of keys of an attention call; None if they cannot be read."""
     pair = [*args[:2], *(kwargs[name] for name in ("query", "key") if name in kwargs)][:2]
     routed = attention_calls.ROUTED.get(func)
     dim = None if routed is None else routed.dim
     if dim is None or len(pair) < 2 or not all(isinstance(x, Tensor) and x.ndim >= 2 for x in pair):
         return None
     queries, keys = (x.shape[dim] for x in pair)
-    return queries if queries == keys > 1 else 0
+    return queries, keys

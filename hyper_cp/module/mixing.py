@@ -79,11 +79,34 @@ def _each(given: Any, number: int) -> list[Any]:
     return [*given] if isinstance(given, (tuple, list)) else [given] * number
 
 
-def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+def _dims(x: Tensor, args: Arguments, kwargs: dict[str, Any]) -> list[int]:
+    """The dimensions that a function was given, counted from the first one."""
     positional = next((a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)), None)
     dims = kwargs.get("dim", kwargs.get("dims", positional))
     dims = [dims] if isinstance(dims, int) else list(dims or ())
-    return any(x.shape[d] in lengths for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim)
+    return [d % x.ndim for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim]
+
+
+def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return any(x.shape[d] in lengths for d in _dims(x, args, kwargs))
+
+
+def _pools_activations(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """True for positions of activations, in rows (B, S/n, C) or flattened (B * S/n, C). The last dimension mostly holds
+    channels, and whole numbers are counted to sort tokens by experts."""
+    if isinstance(x, nn.Parameter) or not x.is_floating_point():
+        return False
+    if x.ndim == 2:
+        return 0 in _dims(x, args, kwargs) and any(x.shape[0] % length == 0 for length in lengths if length > 1)
+    return any(x.shape[d] in lengths for d in _dims(x, args, kwargs) if d < x.ndim - 1)
+
+
+def _normed(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return _along_dim(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
+
+
+def _always(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return True
 
 
 Along = Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool]
@@ -144,8 +167,8 @@ class Mixing:
     """The way out, as a sentence without its full stop; ``{0}`` is the names of the modules."""
     refused: bool = True
     """False where the sequence is seldom the dimension that is mixed, or harm is not sure."""
-    warned: bool = False
-    """True: such a call is warned of. Else ``verify`` takes what is not refused for evidence only."""
+    warned: Along | None = None
+    """True if such a call is warned of. Else ``verify`` takes what is not refused for evidence only."""
 
 
 _SHIFT = f"{GATHER}, use handler.roll_tensor for a shift"
@@ -212,13 +235,13 @@ TABLE = (
     Mixing("convolves pixels", functions=("conv2d", "conv3d"), along=_convolved),
     Mixing("convolves pixels", (nn.Conv2d, nn.Conv3d), refused=False),
     Mixing("takes its statistics over pixels", (nn.BatchNorm2d, nn.SyncBatchNorm), refused=False),
-    Mixing("resizes the sequence", functions=("interpolate",), along=_behind_channels, refused=False, warned=True),
+    Mixing("resizes the sequence", functions=("interpolate",), along=_behind_channels, refused=False, warned=_always),
     Mixing(
         "scans or orders positions",
         functions=("cumsum", "cumsum_", "cumprod", "cumprod_", "cummax", "cummin", "logcumsumexp", "flip", "sort"),
         along=_along_dim,
         refused=False,
-        warned=True,
+        warned=_always,
     ),
     Mixing(
         "shifts or selects positions",
@@ -226,10 +249,10 @@ TABLE = (
         along=_along_third(-1),
         instead=_SHIFT,
         refused=False,
-        warned=True,
+        warned=_always,
     ),
     *(
-        Mixing(does, functions=functions, along=along, instead=instead, refused=False, warned=True)
+        Mixing(does, functions=functions, along=along, instead=instead, refused=False, warned=_always)
         for does, functions, along, instead in (
             ("shifts positions", ("pad", "constant_pad_nd"), _shifted, _SHIFT),
             ("takes windows of positions", ("unfold",), _unfolded, GATHER),
@@ -247,12 +270,16 @@ TABLE = (
     Mixing(
         "reduces positions",
         functions=(
-            *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "norm"),
+            *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean"),
             *("median", "softmax", "log_softmax", "logsumexp", "argsort"),
         ),
-        along=_along_dim,
+        along=lambda *call: _along_dim(*call) or _pools_activations(*call),
+        instead='Call handler.pool(x, "mean") in its place, which takes "sum" and "last" too, or gather the sequence '
+        "before it with handler.combine",
         refused=False,
+        warned=_pools_activations,
     ),
+    Mixing("reduces positions", functions=("norm",), along=_normed, refused=False),
 )
 ROUTED = Mixing("runs along the sequence", instead="RecurrentContextParallel on {0} in the plan runs it over all ranks")
 """Modules that call recurrences and convolutions which can be routed."""

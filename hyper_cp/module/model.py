@@ -185,7 +185,7 @@ def _warn_of_layouts(model: Model) -> None:
     why = (
         "In one batch some of them would assign wrong positions to tokens. Give all styles one layout "
         "(RecurrentContextParallel has its own argument); if the model has two sequences, an encoder's and a "
-        "decoder's, ignore this"
+        "decoder's, and no mask between them, ignore this"
     )
     _warn_of_several(model, layouts, "expect the sequence in different layouts", why)
 

@@ -104,7 +104,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         return select(q, k, cp=call.mesh.views[0], mode=mode, call=options, **request.selects)
     if exchanged is None:
         _warn_of_windows(call, q)
-        _warn_of_own_keys(call, request)
+        _warn_of_keys(call, request)
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
         kv = q if options.weight is not None else k  # latents become as many heads as queries have
         sizes = (q.shape[1], kv.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
@@ -193,25 +193,52 @@ def warn_of_windows(
             return
 
 
-def _warn_of_own_keys(call: RunningCall, request: AttentionRequest) -> None:
-    """Warn, once for a style on a module, of keys that are more than queries and no share: each rank may have added
-    some."""
+def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
+    """Warn, once for a style on a module, of keys that are hardly those that its style describes."""
     style, q, k = call.binding.style, request.query, request.key
     if is_compiling() or call.binding.warned or q.ndim != 4 or k.ndim != 4 or not call.mesh.parallel:
         return
-    more = k.shape[2] - q.shape[2]
-    known = style.cross_attention or request.masked or style.mode.kv_exchange == "replicated"
-    batch = call.mesh.views[0].batch
-    added = 0 < more <= min(FEW, q.shape[2] - 1) or (more > 0 and batch.in_block and k.shape[2] not in batch.lengths)
-    if not known and added:
+    batch, queries, keys = call.mesh.views[0].batch, q.shape[2], k.shape[2]
+    layout, layouts = style.mode.layout, batch.lengths.layouts_of(keys)
+    more, known = keys - queries, style.cross_attention or request.masked
+    if style.mode.kv_exchange == "replicated":
+        text = _SHARE_OF_MEMORY if more == 0 and batch.in_block else ""
+    elif style.cross_attention and request.masked and layouts - {layout}:
+        text = _OTHER_LAYOUT
+    elif not known and (
+        0 < more <= min(FEW, queries - 1) or (more > 0 and batch.in_block and keys not in batch.lengths)
+    ):
+        text = _OWN_KEYS
+    else:
+        return
+    if text:
         call.binding.warned = True
-        warnings.warn(
-            f"{call.binding.name} attends from {q.shape[2]} queries to {k.shape[2]} keys on each rank. Keys that a "
-            f"module adds to those of its sequence (null, prefix or register keys) would count once for each of the "
-            f"{call.mesh.views[0].size} ranks. Add them to the whole sequence, use ulysses_degree=None with q, k, v as "
-            "inputs, or, if the keys are another sequence, give the module a style with cross_attention=True",
-            stacklevel=4,
-        )
+        given = {
+            "name": call.binding.name,
+            "ranks": call.mesh.views[0].size,
+            "layout": layout,
+            "split": sorted(layouts),
+        }
+        warnings.warn(text.format(queries=queries, keys=keys, **given), stacklevel=4)
+
+
+_OWN_KEYS = (
+    "{name} attends from {queries} queries to {keys} keys on each rank. Keys that a module adds to those of its "
+    "sequence (null, prefix or register keys) would count once for each of the {ranks} ranks. Add them to the whole "
+    "sequence, use ulysses_degree=None with q, k, v as inputs, or, if the keys are another sequence, give the module a "
+    "style with cross_attention=True"
+)
+_SHARE_OF_MEMORY = (
+    '{name} attends with kv_exchange="replicated" to {keys} keys, as many as this rank\'s share of the batch has '
+    "positions. A memory that is as long as the sequence is split with it, and each rank would take its share for all "
+    "of it. Leave it whole: get_batch_on_this_cp_rank(..., seq_dims={{'its name': None}}). If every rank has all of "
+    "these keys, ignore this warning"
+)
+_OTHER_LAYOUT = (
+    "{name} attends to {keys} keys on each rank with a mask and layout={layout!r}. Handlers of this mesh have split "
+    "shares of that length as {split}. If the keys are among these, the mask hides other keys than it says. Split the "
+    "sequence of the keys in the layout of this style; if it was, ignore this warning"
+)
 
 
 def _mode(call: RunningCall, request: AttentionRequest) -> Mode:

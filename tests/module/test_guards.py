@@ -532,7 +532,12 @@ def by_hand(block: bool) -> dict[str, list[int]]:
         "unfold": lambda x: F.pad(x, (2, 0)).unfold(2, 3, 1),
         "fliplr": lambda x: x.mT.fliplr(),
         "right: pad and windows of channels": lambda x: F.pad(x.mT, (1, -1)).unfold(2, 3, 1),
-        "right: mean": lambda x: x.mean(-1),
+        "mean": lambda x: x.mT.mean(1),
+        "softmax": lambda x: F.softmax(x.mT, dim=1),
+        "mean of all rows": lambda x: x.mT.softmax(-1).flatten(0, 1).mean(0),
+        "right: mean of the last": lambda x: (x.mean(-1), x.mT.mean(-1), x.mT.norm(1, -1)),
+        "right: counts": lambda x: x.mT.flatten(0, 1).long().sum(0),
+        "right: weight": lambda x: nn.Parameter(torch.ones(16, 4)).sum(0),
         "right: channels": lambda x: (x.cumsum(1), x.roll(1, 1), x.topk(2, dim=1)),
     }
     if not block:  # which refuses it
@@ -837,6 +842,84 @@ def test_tokens_that_every_rank_adds_warn_once(ranks: Any) -> None:
     for how in ("text", "many keys"):  # more than a rank has of its own: another sequence, unless the batch is known
         assert ranks(2, warnings_of_added, how, True) == [[1, 0]] * 2, how
     assert ranks(2, warnings_of_added, "", True) == [[0, 0]] * 2
+
+
+# --------------------------------------------------------------------------- keys of other queries
+
+
+class Probe(nn.Module):
+    """Attention of one learned query to the first keys of a sequence, or to all."""
+
+    def __init__(self, kind: str, length: int | None) -> None:
+        super().__init__()
+        self.kind, self.length = kind, length
+        self.mha = nn.MultiheadAttention(8, 2, batch_first=True) if kind == "mha" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, query = x[:, : self.length], torch.ones(len(x), 1, 8)
+        if self.mha is not None:
+            return self.mha(query, x, x)[0]
+        q, k = (y.unflatten(2, (2, 4)).transpose(1, 2) for y in (query, x))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@on_ranks
+def warnings_of_probes(kind: str, length: int | None, allow: tuple[str, ...]) -> list[int]:
+    """Warnings of two forwards of a model with a head that pools, behind its layer or before it."""
+    model = nn.ModuleDict({"layer": Windows(0), "probe": Probe(kind, length)})
+    if kind == "before":
+        model.forward = lambda x: (model.probe(x), model.layer(x))  # type: ignore[method-assign, union-attr, operator]
+    else:
+        model.forward = lambda x: model.probe(model.layer(x))  # type: ignore[method-assign, union-attr, operator]
+    parallelize_module(model, cp_mesh(), {"layer": ContextParallel(1, 2, 1, None, allow=allow)})
+    return warned_of(model, "as keys of other queries")
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "mha", "before"])
+def test_heads_that_attend_to_a_share_warn_once(ranks: Any, kind: str) -> None:
+    """Outputs were 29 to 55 % off, and no word was said."""
+    assert ranks(2, warnings_of_probes, kind, None, ()) == [[1, 0]] * 2
+    assert ranks(2, warnings_of_probes, kind, 5, ()) == [[0, 0]] * 2
+    assert ranks(2, warnings_of_probes, kind, None, ("probe*",)) == [[0, 0]] * 2
+
+
+class Memory(nn.Module):
+    """Attention to a memory."""
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        q, k = (y.unflatten(2, (2, 4)).transpose(1, 2) for y in (x, memory))
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+
+@on_ranks
+def warnings_of_memories(exchange: str, source: str, length: int, masked: bool) -> list[int]:
+    """Warnings of two calls: of a share of a memory, split in a layout, by a style for head_tail; or, replicated, of a
+    memory of this length, which is an entry of the batch."""
+    style = ContextParallel(1, 2, 1, None, kv_exchange=exchange, layout="head_tail", cross_attention=True)
+    model, found = parallelize_module(Memory(), cp_mesh(), style), []
+    handlers = [ContextParallelHandler(cp_mesh(), layout) for layout in ("head_tail", source)]
+    replicated = {"memory": torch.ones(2, length, 8)} if exchange == "replicated" else {}
+    whole = {"memory": None} if length == 5 else {}
+    batch = handlers[0].get_batch_on_this_cp_rank({"inputs_embeds": torch.ones(2, 16, 8), **replicated}, seq_dims=whole)
+    memory = handlers[1].dispatch(torch.ones(2, length, 8), 1) if not replicated else batch["memory"]
+    mask = torch.ones(2, 1, 1, length, dtype=torch.bool) if masked else None
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught, handlers[0].documents(batch):
+            warnings.simplefilter("always")
+            model(batch["inputs_embeds"], memory, mask)
+        words = "in the layout of this style", "Leave it whole"
+        found.append(sum(any(x in str(w.message) for x in words) for w in caught))
+    return found
+
+
+def test_memories_that_were_split_otherwise_warn_once(ranks: Any) -> None:
+    """Gradients were 1 to 11 % off, and no word was said."""
+    for length in (16, 24):
+        assert ranks(2, warnings_of_memories, "all_gather", "contiguous", length, True) == [[1, 0]] * 2
+        assert ranks(2, warnings_of_memories, "all_gather", "contiguous", length, False) == [[0, 0]] * 2
+    assert ranks(2, warnings_of_memories, "all_gather", "head_tail", 32, True) == [[0, 0]] * 2
+    assert ranks(2, warnings_of_memories, "replicated", "head_tail", 16, False) == [[1, 0]] * 2
+    assert ranks(2, warnings_of_memories, "replicated", "head_tail", 5, False) == [[0, 0]] * 2
 
 
 # --------------------------------------------------------------------------- plans that do not know the model
