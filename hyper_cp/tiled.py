@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .module.mixing import mixing
 from .ops.writes import Written, writes
 
 _ATTENTION = re.compile(r"Attention|Attn")
-_DRAWS = re.compile(r"(?i)dropout|\brand|bernoulli|multinomial|noise|\bnormal|uniform|exponential_|rrelu|gumbel")
+_DRAWS = re.compile(r"(?i)dropout|\brand|bernoulli|multinomial|noise|\bnormal_?\b|uniform|exponential_|rrelu|gumbel")
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 _CHUNK = object()
 """The argument that is replaced by a chunk of the tensor."""
@@ -37,7 +38,7 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     projections exists for one chunk at a time. Values and gradients are those of one call. Gradients of parameters are
     added up in fp32 (fp64 for fp64), rounded once, and leave the module once: FSDP2 gathers its weights once in forward
     and once in backward and reduces their gradients once, and DDP does not see chunks. A recompute draws the same
-    random numbers (dropout); in compiled code such a module runs as a whole::
+    random numbers (dropout); in compiled code a module that may draw some runs as a whole::
 
         for layer in model.layers:
             tiled(layer.ffn, 8)  # before torch.compile; before or after fully_shard and parallelize_module
@@ -109,12 +110,18 @@ def _mixes(module: nn.Module) -> str | None:
 
 
 def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int = 3) -> bool:
-    """True if a function, or one that it calls in its file or as a method of the module, calls one of such a name."""
-    made = inspect.unwrap(function)
+    """True if a function has such a name, or calls one that has: in its file, in one that this imports, in a closure,
+    or as a method or an attribute of the module."""
+    made = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    if callable(made) and names.search(getattr(made, "__name__", "")):
+        return True
     if not inspect.isfunction(made) or depth == 0:
         return False
-    called = names_in(made.__code__)
-    inner = (x for name in called for x in (getattr(type(module), name, None), made.__globals__.get(name)))
+    called = names_in(made.__code__) - set(dict(module.named_children()))  # these are known by their types
+    closure = inspect.getclosurevars(made).nonlocals if made.__closure__ else {}
+    files = [x for name in called if inspect.ismodule(x := made.__globals__.get(name))]
+    places = [vars(module), made.__globals__, closure, *(vars(file) for file in files)]
+    inner = (x for name in called for x in (getattr(type(module), name, None), *(place.get(name) for place in places)))
     return bool(names.search(" ".join(called))) or any(_calls(module, x, names, depth - 1) for x in inner)
 
 
@@ -124,8 +131,10 @@ class _Tiled:
     def __init__(self, module: nn.Module, chunks: int, seq_dim: int) -> None:
         self.module, self.chunks, self.seq_dim = module, chunks, seq_dim
         self.buffers = _Buffers(module)
-        self.draws = any(_calls(inner, type(inner).forward, _DRAWS) for inner in module.modules())
-        """True if the module may draw random numbers, by the functions that its forward calls."""
+        self.draws = any(
+            _calls(inner, type(inner).forward, _DRAWS) for inner in module.modules() if not isinstance(inner, _DROPOUTS)
+        )
+        """True if the module may draw random numbers by the functions that its forward calls, in training or not."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         inside = [name for name, m in self.module.named_modules() if name and isinstance(m, FSDPModule)]
@@ -168,7 +177,7 @@ class _Tiled:
     def _draws(self) -> bool:
         """True if the module may draw random numbers now; adapters may have been added to it since it was tiled."""
         dropouts = [m for m in self.module.modules() if isinstance(m, _DROPOUTS)]
-        return (self.draws and self.module.training) or any(m.training for m in dropouts)
+        return self.draws or any(m.training for m in dropouts)
 
     @property
     def _name(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from tests.harness.oracle import relative_error
 from tests.harness.ranks import error_of, on_ranks
 
 WIDTH, HIDDEN, LENGTH = 6, 10, 13
+masks: Any = ModuleType("masks")
+masks.draw = torch.rand_like
 
 
 class MLP(nn.Module):
@@ -373,21 +377,44 @@ class PathDropped(nn.Linear):
         return dropped(x, 0.5)
 
 
+class Masked(nn.Module):
+    """Calls a function of a file that is imported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * masks.draw(x)
+
+
+class Keeping(nn.Module):
+    """Calls a function that it keeps."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.function(x)
+
+
 def test_modules_that_draw_are_known_by_what_they_call() -> None:
-    for module, draws in ((PathDropped(4, 4), True), (nn.Dropout(), True), (nn.Linear(4, 4), False), (MLP(), True)):
-        assert tiled(module, 2).forward.draws == draws
+    kept, part = Keeping(F.dropout), Keeping(partial(F.dropout, p=0.5))
+    of_code = Keeping(lambda x: F.dropout(F.gelu(x), 0.5))
+    with_draws = (PathDropped(4, 4), kept, part, of_code, Masked())
+    without = (nn.Dropout(), MLP(), nn.Linear(4, 4), Keeping(F.normalize))
+    for module in (*with_draws, *without):  # nn.Dropout draws in training only, which is known when it runs
+        assert tiled(module, 2).forward.draws == (module in with_draws), module
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("later", [False, True])
-def test_inductor_differentiates_the_dropout_of_the_forward(later: bool) -> None:
+@pytest.mark.parametrize("how", ["layer", "later", "kept"])
+def test_inductor_differentiates_the_dropout_of_the_forward(how: str) -> None:
     """Inductor draws numbers of its own, which a recompute by hand does not find again. The module is linear; an
-    adapter may bring its dropout later, to one in evaluation."""
-    between = nn.Identity() if later else nn.Dropout(0.5)
+    adapter may bring its dropout later, to one in evaluation, and a function that it keeps may always draw."""
+    between = {"layer": nn.Dropout(0.5), "later": nn.Identity(), "kept": Keeping(partial(F.dropout, p=0.5))}[how]
     layers = [nn.Linear(WIDTH, HIDDEN, bias=False), between, nn.Linear(HIDDEN, WIDTH, bias=False)]
-    module: Any = tiled(nn.Sequential(*layers).double(), 4)
-    if later:
-        module.eval()[1] = nn.Dropout(0.5)
+    module: Any = tiled(nn.Sequential(*layers).double(), 4).train(how == "layer")
+    if how == "later":
+        module[1] = nn.Dropout(0.5)
     x, grad = (torch.randn(2, LENGTH, WIDTH, dtype=torch.float64) for _ in range(2))
     out = torch.compile(module)(x.requires_grad_())
     out.backward(grad)

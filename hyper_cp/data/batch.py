@@ -123,15 +123,18 @@ def _is_joined(batch: Any) -> bool:
     if max(batch.form.rows, default=0) != 1 or not share:
         return False
 
-    def grown(x: Any) -> bool:  # not features of tokens, which may be as many
+    def grown(x: Any) -> bool:  # not features of tokens, which may be as many, and not codebooks of one row
         whole = isinstance(x, Tensor) and x.ndim > 0 and not x.is_floating_point()
-        return whole and x.shape[-1] == share < x.numel()
+        return whole and x.shape[-1] == share < x.numel() and len(x) > 1
 
-    others = [x for name, x in batch.items() if name != "position_ids" and grown(x)]
-    if not grown(ids) and not (grown(at) and others):  # positions may have several axes
+    others = [x for name, x in batch.items() if name != "position_ids" and isinstance(x, Tensor) and share in x.shape]
+    # Positions may have several axes.
+    known = ids if grown(ids) else at if grown(at) and any(len(x) == len(at) for x in others) else None
+    if known is None:
         return False
-    count: Any = (ids if grown(ids) else at).numel()  # type: ignore[union-attr]
-    rows = [x.reshape(-1, share) for x in (at, *others) if grown(x) and x.numel() == count]
+    number = known.numel() // share
+    rows = [x.reshape(number, -1) for x in (at, *others) if grown(x) and x.numel() == known.numel()]
+    rows += [x.reshape(number, -1) for x in others if x.is_floating_point() and len(x) == number]
     return not all(bool((x == x[0]).all()) for x in rows)  # the documents of a row that is repeated are right for all
 
 

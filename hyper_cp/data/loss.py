@@ -180,12 +180,10 @@ def check_tokens(
 
 
 def _cut_share(cp: CPMesh, per_token: Any) -> int | None:
-    """The positions of the share from which labels (or losses) were perhaps cut. In one row any may have been selected,
-    but not if they are a part of an entry of a batch."""
+    """The positions of the share from which labels (or losses) were perhaps cut."""
     if cp.size == 1 or not isinstance(per_token, Tensor) or per_token.ndim != 2:
         return None
-    share = cp.batch.cut_share(*per_token.shape)
-    return share if share and (len(per_token) > 1 or cp.batch.entries.past_of(per_token) is not None) else None
+    return cp.batch.cut_share(*per_token.shape)
 
 
 def _padding_counts(shape: tuple[int, ...], length: int, padded: int) -> ValueError:
@@ -259,12 +257,13 @@ def check_ignore_index(ignore_index: int) -> None:
 
 
 def _of_classes(losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """True where labels of the shape of losses are probabilities of classes, or one class of each token, and losses are
-    logits. Padding may be zeros, or be ignored."""
+    """True where labels of the shape of losses are probabilities of classes (or the largest of them), or one class of
+    each token, and losses are logits. Padding may be zeros, or be ignored."""
     ignored = (labels == ignore_index).all(-1, keepdim=True)
     of_tokens = labels.masked_fill(ignored, 0).double()
     sums = of_tokens.sum(-1)
     one = (sums - 1).abs() < 0.02
+    one |= (sums > 0) & (sums < 1) if labels.is_floating_point() else False
     within = (of_tokens >= 0).all() & (of_tokens <= 1).all() & (one | (sums == 0)).all() & one.any()
     return within & (losses < 0).any()
 
@@ -292,8 +291,8 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
         elif _of_classes(losses, labels, ignore_index):
             raise NoClass(
                 f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and from 0 to 1 with a sum "
-                "of 1 for each token, beside losses below 0: probabilities of classes, it seems. Labels are numbers of "
-                "classes, and losses would be averaged as they are. Pass the losses of tokens without labels, "
+                "of 1 (or less) for each token, beside losses below 0: probabilities of classes, it seems. Labels are "
+                "numbers of classes, and losses would be averaged as they are. Pass losses of tokens without labels, "
                 'F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1).float(), reduction="none"), with mask='
             )
     if mask is not None and mask.is_floating_point():  # half precision cannot count tokens

@@ -68,12 +68,14 @@ class ShareLengths:
     def warn_of_change(self, length: int, of_block: int) -> None:
         """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
         dropped. The share is that of the block's batch or buffers (0: none), of which a part without rest may be a
-        pooled sequence; or that of other batches, from which other sequences may differ by more than a few."""
+        pooled sequence, and a multiple a longer one; or that of other batches, from which other sequences may differ by
+        more than a few."""
         if self._warned:
             return
         batch = [of_block] if of_block else []
         for share in batch or self.made:
-            if share % length if batch else 0 < abs(length - share) <= min(FEW, share - 1, length - 1):
+            few = 0 < abs(length - share) <= min(FEW, share - 1, length - 1)
+            if share % length and length % share if batch else few:
                 self._warned = True
                 what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
                 warnings.warn(

@@ -201,13 +201,12 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
     batch, queries, keys = call.mesh.views[0].batch, q.shape[2], k.shape[2]
     layout, layouts = style.mode.layout, batch.lengths.layouts_of(keys)
     more, known = keys - queries, style.cross_attention or request.masked
+    in_block = batch.in_block or bool(batch.of_buffers)
     if style.mode.kv_exchange == "replicated":
-        text = _SHARE_OF_MEMORY if more == 0 and batch.in_block else ""
+        text = _SHARE_OF_MEMORY if more == 0 and in_block else ""
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT
-    elif not known and (
-        0 < more <= min(FEW, queries - 1) or (more > 0 and batch.in_block and keys not in batch.lengths)
-    ):
+    elif not known and (0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths)):
         text = _OWN_KEYS
     else:
         return

@@ -275,7 +275,7 @@ def cut_by_several(what: str, left: int = 10) -> None:
     with handler.documents(batch) if what.endswith("block") else nullcontext():
         if what.startswith("labels"):
             handler.mean_loss(logits, labels, elsewhere=True)
-        elif what == "losses":
+        elif what.startswith("losses"):
             handler.mean_loss(losses, mask=torch.ones_like(losses))
         elif what == "log_probs":
             handler.mean_loss(handler.log_probs(torch.zeros(3, left, 4), labels, head=head), elsewhere=True)
@@ -302,7 +302,7 @@ def cut_by_several(what: str, left: int = 10) -> None:
 @pytest.mark.parametrize("left", [9, 10])
 def test_shares_that_lack_several_positions_are_refused(ranks: Any, left: int) -> None:
     words = rf"losses or labels of shape \(., {left}\) have {left} positions, but .* share .* has 12.*mtp_depth="
-    for what in ("labels", "labels in a block", "labels of one row", "losses", "log_probs"):
+    for what in ("labels", "labels in a block", "labels of one row", "losses", "losses of one row", "log_probs"):
         ranks.raises(2, "ValueError", words, cut_by_several, what, left)
     for what, name in (("pool", "x"), ("pool in a block", "x"), ("combine", "tensor")):
         words = rf"{name} has shape \(3, {left}.*share of a batch of 3 rows has 12 positions.*combine\(x, 1\)"
@@ -879,6 +879,9 @@ def wrong() -> dict[str, str]:
             ),
             r"labels are torch.float32 of shape \(8, 3\).*probabilities": lambda: handler.mean_loss(
                 torch.zeros(8, 3) - 1, torch.cat([torch.ones(7, 3) / 3, torch.full((1, 3), -100.0)])
+            ),
+            r"labels are torch.float32 of shape .*\(or less\)": lambda: handler.mean_loss(  # the largest of a teacher's
+                torch.zeros(2, 4, 3) - 1, torch.tensor([0.5, 0.3, 0.0]).expand(2, 4, 3)
             ),
             "labels are torch.int64 of shape .*probabilities of classes": lambda: handler.mean_loss(
                 torch.zeros(2, 4, 3) - 1, torch.eye(3).long().repeat(2, 2, 1)[:, :4]

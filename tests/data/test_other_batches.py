@@ -312,7 +312,9 @@ def joined_samples(name: str, rows: bool) -> dict[str, str]:
     handler = ContextParallelHandler(cp_mesh(), "contiguous")
     ids, dims = torch.arange(12), {name: int(rows)}
     ends = [0, 4, 12], [0, 9, 12]
-    given = ({name: (ids + n)[None] if rows else ids + n, "cu_seqlens": x} for n, x in enumerate(ends))
+    tokens = [(ids + n)[None] if rows else ids + n for n in range(2)]
+    tokens = [x[..., None] / 7.0 if name == "inputs_embeds" else x for x in tokens]
+    given = ({name: x, "cu_seqlens": end} for x, end in zip(tokens, ends, strict=True))
     samples = [handler.get_batch_on_this_cp_rank(x, dims) for x in given]
 
     def enter(batch: Any) -> None:
@@ -321,12 +323,14 @@ def joined_samples(name: str, rows: bool) -> dict[str, str]:
 
     repeated, axes = copy.copy(samples[0]), copy.copy(samples[0])
     for entry, x in repeated.items():
-        repeated[entry] = x.repeat(3, 1)
+        repeated[entry] = x.repeat(3, *[1] * (x.ndim - rows))
     axes["position_ids"] = axes["position_ids"].expand(3, 1, -1)
     enter(repeated)
     enter(axes)
     features = torch.randn(1, 12, 6, generator=torch.Generator().manual_seed(0))  # as many as positions of a rank
     enter(handler.get_batch_on_this_cp_rank({"tokens": features}, {"tokens": 1}))
+    codebooks = {"input_ids": torch.arange(36).view(1, 3, 12), "cu_seqlens": [0, 4, 12]}
+    enter(handler.get_batch_on_this_cp_rank(codebooks, {"input_ids": 2}))
     joined = torch.utils.data.default_collate(samples)
     kept = copy.copy(samples[0])
     kept[name] = joined[name]
@@ -336,7 +340,9 @@ def joined_samples(name: str, rows: bool) -> dict[str, str]:
     return errors_of({words: lambda: enter(joined)})
 
 
-@pytest.mark.parametrize(("name", "rows"), [("input_ids", False), ("input_ids", True), ("x", False)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("input_ids", False), ("input_ids", True), ("x", False), ("inputs_embeds", True)]
+)
 def test_samples_that_are_joined_after_the_split_are_refused(ranks: Any, name: str, rows: bool) -> None:
     """The joined batch had the documents of the first sample."""
     check_errors(ranks(2, joined_samples, name, rows))

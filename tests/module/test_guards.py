@@ -722,6 +722,8 @@ class InWindows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "pooled":  # half as many tokens, twice: no parts of the sequence
             return self.inner(x[:, ::2]).repeat_interleave(2, 1)
+        if self.how == "longer":  # four times as many tokens, of which every fourth one remains
+            return self.inner(x.repeat_interleave(4, 1))[:, ::4]
         return self.inner(x if self.how == "loop" else x.reshape(-1, 4, 8)).view_as(x)
 
 
@@ -746,7 +748,8 @@ def test_windows_that_a_block_or_a_loop_cuts_warn_once(ranks: Any) -> None:
     assert ranks(2, windows_of_a_block, "rows", True) == [[1, 0]] * 2
     for batched in (True, False):
         assert ranks(2, windows_of_a_block, "loop", batched) == [[1, 0]] * 2
-    assert ranks(2, windows_of_a_block, "pooled", True) == [[0, 0]] * 2
+    for how in ("pooled", "longer"):  # other sequences, of the parts that ranks have
+        assert ranks(2, windows_of_a_block, how, True) == [[0, 0]] * 2, how
 
 
 # --------------------------------------------------------------------------- two layouts in one model

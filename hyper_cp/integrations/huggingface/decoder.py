@@ -97,7 +97,9 @@ class DecoderHook:
         self.mixers = mixers_of(decoder)
         self.dropping = [stack for stack in decoder.modules() if hasattr(stack, "layerdrop")]
         """Stacks of layers that may skip some in training."""
-        routed = not decoder._can_set_attn_implementation() and has_attention(decoder)
+        self.attends = has_attention(decoder)
+        """False for a model of recurrences alone."""
+        routed = not decoder._can_set_attn_implementation() and self.attends
         self.direct = direct_attention(decoder) if routed else []
         """Attention modules that call SDPA themselves."""
         self.reader = BatchReader(self.binding, decoder, bool(self.direct))
@@ -157,7 +159,7 @@ class DecoderHook:
             bias_all_ranks(decoder)
         elif self.written:
             record(decoder, self.written)
-        elif has_attention(decoder):
+        elif self.attends:
             decoder.set_attn_implementation(NAME)
             reach_copied_layers(decoder, self.implementation)
             request_masks(decoder)
@@ -282,7 +284,8 @@ class DecoderHook:
     def _check_eager(self, module: Any, batch: PreparedBatch) -> None:
         """Warn of labels whose positions see no token, for a model with eager attention; refuse a head that reads
         them all."""
-        adds_mask = self.implementation == "eager" or getattr(module.config, "alibi", False) or self.adds_mask
+        eager = self.implementation == "eager" and self.attends
+        adds_mask = eager or getattr(module.config, "alibi", False) or self.adds_mask
         if not adds_mask and not self.selects_blocks:
             return
         kinds = getattr(module.config, "per_layer_config", None) or [module.config]  # windows of layers may differ

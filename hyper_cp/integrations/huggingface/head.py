@@ -129,6 +129,6 @@ class HeadHook:
         if not (mesh.parallel or padded) or not isinstance(getattr(output, "aux_loss", None), Tensor):
             return
         if not self.formula_checked:
-            router_loss.check_formula(model, output, mask)
+            router_loss.check_formula(model, output, mask, mesh.mesh)
             self.formula_checked = True
         router_loss.share(model, output, mask if ready is None else ready.counted, mesh.mesh)
