@@ -89,13 +89,23 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ``NotImplementedError``, with the reason, for a model whose forward would be wrong on a share."""
     _check_runs(model)
-    name, config = type(decoder).__name__, decoder.config
+    name = type(decoder).__name__
     if not is_foreign(type(decoder)) and not source_of(type(decoder).forward):
         raise NotImplementedError(
             f"the source of {name} is not installed, and tells what its modules read (positions, padding, neighbours). "
             "Install transformers with its .py files"
         )
-    if (config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
+    _check_stacks(model, decoder)
+    _check_pools(model, decoder)
+    _check_mixers(decoder)
+    _check_own_modules(model, decoder)
+    _check_attention(decoder)
+    _check_positions(decoder)
+
+
+def _check_stacks(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Refuse an encoder-decoder whose two sequences cannot be split."""
+    if (decoder.config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
         inside = getattr(model, "language_model", None)
         if isinstance(inside, PreTrainedModel) and stacks_of(inside) is not None:  # BLIP-2 with T5
             raise NotImplementedError(
@@ -112,6 +122,10 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder {why}. Put ContextParallel styles on its attention modules "
             "with parallelize_module"
         )
+
+
+def _check_pools(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Refuse a model that makes one row of the sequence, unless its head is known to."""
     pools = has_head(model, POOLED)
     inside = {*decoder.modules()}
     heads = [x for x in model.children() if inside.isdisjoint(x.modules())]
@@ -127,9 +141,15 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         )
     if pools_by_itself(decoder, encoders_in(decoder)) or (poolers_of(decoder) and not pools):
         raise NotImplementedError(
-            f"{name} has a pooler, which pools over the sequence, and each rank would pool over its share. Make the "
-            "model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), and pool that"
+            f"{type(decoder).__name__} has a pooler, which pools over the sequence, and each rank would pool over its "
+            "share. Make the model with add_pooling_layer=False, gather its output with handler.combine(hidden, 1), "
+            "and pool that"
         )
+
+
+def _check_mixers(decoder: PreTrainedModel) -> None:
+    """Refuse recurrences and biases of positions that are made of a share."""
+    name, config = type(decoder).__name__, decoder.config
     mixing = unrouted_mixers(decoder)
     if mixing:
         raise NotImplementedError(
@@ -143,7 +163,11 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} adds ALiBi biases to attention scores, which it makes for the positions of a share. Use a model "
             "with rotary or learned positions"
         )
-    _check_own_modules(model, decoder)
+
+
+def _check_attention(decoder: PreTrainedModel) -> None:
+    """Refuse attention that cannot be replaced, masks that are made of a share, and choices among its tokens."""
+    name = type(decoder).__name__
     by_itself = not decoder._can_set_attn_implementation()
     if has_attention(decoder) and by_itself and not direct_attention(decoder) and not written_attention(decoder):
         raise NotImplementedError(
@@ -173,6 +197,10 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         "of the keys. Use a model without it",
     )
     _refuse_modules(decoder, [m for m in others if _shifts(m)], _SHIFTS)
+
+
+def _check_positions(decoder: PreTrainedModel) -> None:
+    """Refuse a decoder that counts positions from 0 on every rank."""
     _refuse_modules(
         decoder,
         [m for m in counting(decoder) if not counts_after_cache(m)],
@@ -186,8 +214,8 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     hooked = [*position_modules(decoder), *id_position_modules(decoder), *sinusoids(decoder)]
     if not counted and has_attention(decoder) and not hooked:
         raise NotImplementedError(
-            f"{name} takes no position_ids: it counts positions itself, and would count them from 0 on every rank. "
-            "Use a model whose forward takes position_ids"
+            f"{type(decoder).__name__} takes no position_ids: it counts positions itself, and would count them from 0 "
+            "on every rank. Use a model whose forward takes position_ids"
         )
 
 
