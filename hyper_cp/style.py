@@ -160,55 +160,61 @@ class ContextParallel(ParallelStyle):
             check_sequence("qkv_indices", qkv_indices, int)
         check_sequence("qkv_kwarg_names", qkv_kwarg_names, str)
         check_sequence("allow", allow, str)
-        self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
-        self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
-        if self.qkv_indices is not None and (not _q_k_v(self.qkv_indices) or any(i < 0 for i in self.qkv_indices)):
-            raise ValueError(
-                f"qkv_indices={qkv_indices!r} must be the positions of q, k and v among the arguments. They differ, "
-                "but for those of k and v if these are one tensor. Pass (0, 1, 2) or (0, 1, 1), say, or None if the "
-                "module computes q, k, v itself"
-            )
-        if self.qkv_kwarg_names and (
-            self.qkv_indices is None
-            or not _q_k_v(self.qkv_kwarg_names)
-            or len(set(self.qkv_kwarg_names)) != len(set(self.qkv_indices))
-        ):
-            raise ValueError(
-                f"qkv_kwarg_names={qkv_kwarg_names!r} do not fit qkv_indices={qkv_indices!r}. Both describe q, k and v "
-                "(k and v are equal in both if they are one tensor) of a module that receives them. Pass three names, "
-                "or none"
-            )
-        if self.mode.groups > 1 and self.qkv_indices is not None:
-            raise ValueError(
-                f"head_groups={head_groups} with qkv_indices={qkv_indices!r} is not possible. Where q, k, v are "
-                "exchanged before the module runs, it sees all its heads at once, so there is nothing to overlap. Set "
-                "qkv_indices=None: its attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges "
-                "them; or head_groups=1"
-            )
-        if latents_from is not None and (not isinstance(latents_from, str) or qkv_indices is not None):
-            raise ValueError(
-                f"latents_from={latents_from!r} with qkv_indices={qkv_indices!r} (the default is (0, 1, 2)). It is the "
-                "name of a layer of a module that computes q, k and v itself. Pass a name, and qkv_indices=None. (A "
-                "style for prepare_model needs neither)"
-            )
-        self.latents_from = latents_from
         check_bool("use_local_output", use_local_output, "Outputs have the form of q, or are DTensors")
         check_bool("cross_attention", cross_attention, "Keys are those of the queries' sequence, or of another one")
-        if not use_local_output and layout != "contiguous":
-            raise ValueError(
-                f"use_local_output=False with layout={layout!r} is not possible. It returns Shard({seq_dim}) DTensors, "
-                "which mean contiguous order. Set use_local_output=True, or layout='contiguous'"
-            )
-        if cross_attention and (window is not None or (by_documents(layout) and kv_exchange != "replicated")):
-            raise ValueError(
-                f"cross_attention=True with layout={layout!r}, window={window} and kv_exchange={kv_exchange!r}. Keys "
-                "of another sequence are not near a query, and do not lie where documents place queries. Leave out "
-                'window; use layout="contiguous" or "head_tail", or kv_exchange="replicated"'
-            )
+        self.qkv_indices = None if qkv_indices is None else tuple(qkv_indices)
+        self.qkv_kwarg_names, self.allow = tuple(qkv_kwarg_names), tuple(allow)
+        self.latents_from = latents_from
         self.use_local_output, self.cross_attention = use_local_output, cross_attention
+        self._check_inputs()
+        self._check_sequences()
         self.copy_of: ContextParallel | None = None
         """The user's own style, if an integration has made this one of it: handlers of that one belong to its models,
         too."""
+
+    def _check_inputs(self) -> None:
+        """Check what the module is given against where its q, k and v come from."""
+        at, names = self.qkv_indices, self.qkv_kwarg_names
+        if at is not None and (not _q_k_v(at) or any(i < 0 for i in at)):
+            raise ValueError(
+                f"qkv_indices={at!r} must be the positions of q, k and v among the arguments. They differ, but for "
+                "those of k and v if these are one tensor. Pass (0, 1, 2) or (0, 1, 1), say, or None if the module "
+                "computes q, k, v itself"
+            )
+        if names and (at is None or not _q_k_v(names) or len(set(names)) != len(set(at))):
+            raise ValueError(
+                f"qkv_kwarg_names={names!r} do not fit qkv_indices={at!r}. Both describe q, k and v (k and v are equal "
+                "in both if they are one tensor) of a module that receives them. Pass three names, or none"
+            )
+        if self.mode.groups > 1 and at is not None:
+            raise ValueError(
+                f"head_groups={self.head_groups} with qkv_indices={at!r} is not possible. Where q, k, v are exchanged "
+                "before the module runs, it sees all its heads at once, so there is nothing to overlap. Set "
+                "qkv_indices=None: its attention call (F.scaled_dot_product_attention in [B, H, S, D]) then exchanges "
+                "them; or head_groups=1"
+            )
+        if self.latents_from is not None and (not isinstance(self.latents_from, str) or at is not None):
+            raise ValueError(
+                f"latents_from={self.latents_from!r} with qkv_indices={at!r} (the default is (0, 1, 2)). It is the "
+                "name of a layer of a module that computes q, k and v itself. Pass a name, and qkv_indices=None. (A "
+                "style for prepare_model needs neither)"
+            )
+
+    def _check_sequences(self) -> None:
+        """Check the form of outputs and the sequence of the keys against the layout."""
+        layout, exchange = self.layout, self.kv_exchange
+        if not self.use_local_output and layout != "contiguous":
+            raise ValueError(
+                f"use_local_output=False with layout={layout!r} is not possible. It returns Shard({self.seq_dim}) "
+                "DTensors, which mean contiguous order. Set use_local_output=True, or layout='contiguous'"
+            )
+        apart = by_documents(layout) and exchange != "replicated"
+        if self.cross_attention and (self.window is not None or apart):
+            raise ValueError(
+                f"cross_attention=True with layout={layout!r}, window={self.window} and kv_exchange={exchange!r}. Keys "
+                "of another sequence are not near a query, and do not lie where documents place queries. Leave out "
+                'window; use layout="contiguous" or "head_tail", or kv_exchange="replicated"'
+            )
 
     @property
     def kv_exchange(self) -> str:

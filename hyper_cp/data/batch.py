@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,19 +209,7 @@ def read_batch(
         remedy = "It is split like the tokens. Pass a tensor over the whole sequence, or leave it out"
         check_type("position_ids", entries.get("position_ids"), (Tensor, type(None)), remedy)
     check_ignore_index(ignore_index)
-    if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
-        raise ValueError(
-            "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
-            f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
-        )
-    check_int("mtp_depth", mtp_depth, "It is the number of further tokens that each position predicts", least=0)
-    if mtp_depth and not shift_labels:
-        raise ValueError(
-            f"mtp_depth={mtp_depth} without shift_labels=True. Labels of further tokens are made of those of the "
-            "tokens themselves. Pass shift_labels=True, and labels"
-        )
-    kind: Any = type(batch)
-    make = _named_tuple(kind) if hasattr(kind, "_make") else _List if isinstance(batch, list) else _Tuple
+    _check_shift(entries, named, shift_labels, mtp_depth)
     documents = take_documents(entries, seq_dims if isinstance(seq_dims, Mapping) else ()) if named else None
     whole = WholeBatch(handler, entries, _sequence_dims(entries, seq_dims, named), documents)
     if named:
@@ -246,22 +234,40 @@ def read_batch(
     if isinstance(own, Tensor):
         numbers = torch.stack([(widened(x, ignore_index) != ignore_index).sum() for x in counted])
 
-    def split() -> Any:
-        shares = whole.split(fill, positions=named)
-        found: Any = _Dict(shares) if named else make(shares.values())
-        found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
-        found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
-        found.packed = whole.restarting.rows if whole.padding else None
-        mark_packed(found.documents, found.packed)
-        if not is_compiling():
-            found.split_as = handler.layout, ranks_of(handler.mesh)
-        record_table(found)
-        labels = found.get("shift_labels", found.get("labels")) if named else None
-        if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
-            handler.cp.batch.record_packed(labels)
-        return found
+    return Unsplit(numbers, partial(_split, whole, fill, type(batch)))
 
-    return Unsplit(numbers, split)
+
+def _check_shift(entries: Mapping[Any, Any], named: bool, shift_labels: bool, mtp_depth: int) -> None:
+    if shift_labels and not (named and isinstance(entries.get("labels"), Tensor) and "shift_labels" not in entries):
+        raise ValueError(
+            "shift_labels=True needs a dict batch with a tensor 'labels' and without 'shift_labels', but the entries "
+            f"are {list(entries)}. Pass the unshifted labels as 'labels', or shift_labels=False for shifted ones"
+        )
+    check_int("mtp_depth", mtp_depth, "It is the number of further tokens that each position predicts", least=0)
+    if mtp_depth and not shift_labels:
+        raise ValueError(
+            f"mtp_depth={mtp_depth} without shift_labels=True. Labels of further tokens are made of those of the "
+            "tokens themselves. Pass shift_labels=True, and labels"
+        )
+
+
+def _split(whole: WholeBatch, fill: Mapping[Any, float], kind: Any) -> Any:
+    """This rank's share of a batch, in a container of the same kind that knows the batch."""
+    handler, named = whole.handler, issubclass(kind, Mapping)
+    shares = whole.split(fill, positions=named)
+    make = _named_tuple(kind) if hasattr(kind, "_make") else _List if issubclass(kind, list) else _Tuple
+    found: Any = _Dict(shares) if named else make(shares.values())
+    found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
+    found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
+    found.packed = whole.restarting.rows if whole.padding else None
+    mark_packed(found.documents, found.packed)
+    if not is_compiling():
+        found.split_as = handler.layout, ranks_of(handler.mesh)
+    record_table(found)
+    labels = found.get("shift_labels", found.get("labels")) if named else None
+    if isinstance(labels, Tensor) and whole.documents and any(len(row) > 2 for row in whole.documents.rows):
+        handler.cp.batch.record_packed(labels)
+    return found
 
 
 def _is_labels(name: Any, x: Tensor) -> bool:

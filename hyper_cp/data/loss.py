@@ -270,6 +270,26 @@ def _of_classes(losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """This rank's sum of losses, and the number (or weight) of its tokens."""
+    _check_kinds(losses, labels, mask)
+    losses = losses if losses.dtype == torch.float64 else losses.float()
+    losses = _without_probabilities(losses, labels, ignore_index)
+    mask = _exact_weights(mask)
+    if labels is not None and losses.ndim == labels.ndim + 1 > 1 and losses.shape[:-1] == labels.shape:
+        per_token = _cross_entropy(losses, labels, ignore_index, "sum" if mask is None else "none")
+        if mask is None:
+            return per_token, (labels != ignore_index).sum()
+        losses = per_token.view(labels.shape)
+    _check_shapes(losses, labels, mask)
+    weights = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
+    if labels is not None:
+        weights = weights.masked_fill(labels == ignore_index, 0)
+    # Masked before they are weighted: losses that do not count may be inf or NaN. (The gradient of a weight that is
+    # learned, and is 0 now, is its loss.)
+    unused = (weights == 0) & ~losses.isfinite() if weights.requires_grad else weights == 0
+    return (losses.masked_fill(unused, 0) * weights).sum(), weights.sum()
+
+
+def _check_kinds(losses: Tensor, labels: Tensor | None, mask: Tensor | None) -> None:
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         kind = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise TypeError(
@@ -283,45 +303,56 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             f"mask has shape {tuple(mask.shape)} and labels {tuple(labels.shape)}. Both have one value per token. Pass "
             "equal shapes"
         )
-    losses = losses if losses.dtype == torch.float64 else losses.float()
+
+
+def _without_probabilities(losses: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+    """Losses whose labels are no probabilities of classes. Where the host would wait for values, all ranks get NaN."""
     several = labels is not None and labels.ndim > 2 - labels.is_floating_point() and labels.shape[-1] > 1
-    if labels is not None and several and labels.shape == losses.shape:
-        if losses.device.type != "cpu" or is_compiling():  # the host would wait: all ranks get NaN
-            losses = losses.masked_fill(_of_classes(losses, labels, ignore_index), torch.nan)
-        elif _of_classes(losses, labels, ignore_index):
-            raise NoClass(
-                f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and from 0 to 1 with a sum "
-                "of 1 (or less) for each token, beside losses below 0: probabilities of classes, it seems. Labels are "
-                "numbers of classes, and losses would be averaged as they are. Pass losses of tokens without labels, "
-                'F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1).float(), reduction="none"), with mask='
-            )
-    if mask is not None and mask.is_floating_point():  # half precision cannot count tokens
-        mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
-        if mask.device.type != "cpu" or is_compiling():  # the host would wait: all ranks get NaN
-            mask = mask.masked_fill(adds_to_logits(mask), torch.nan)
-        elif adds_to_logits(mask):
-            raise NoClass(
-                f"mask of mean_loss holds {mask.min().item():g}. Such numbers of an additive mask hide logits, and "
-                "here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an additive one), "
-                "or weights"
-            )
-    if labels is not None and losses.ndim == labels.ndim + 1 > 1 and losses.shape[:-1] == labels.shape:
-        wide, flat = losses.flatten(0, -2), labels.flatten()
-        if flat.dtype == torch.bool or flat.is_floating_point():
-            raise TypeError(f"labels are {flat.dtype}. They are numbers of classes. Pass integers (torch.int64)")
-        try:
-            per_token = F.cross_entropy(
-                wide, flat, ignore_index=ignore_index, reduction="sum" if mask is None else "none"
-            )
-        except (IndexError, RuntimeError) as error:
-            least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
-            advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
-            text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
-            wrong = NoClass if isinstance(error, IndexError) else ValueError
-            raise wrong(text + (advice if least < 0 else "")) from error
-        if mask is None:
-            return per_token, (flat != ignore_index).sum()
-        losses = per_token.view(labels.shape)
+    if labels is None or not several or labels.shape != losses.shape:
+        return losses
+    if losses.device.type != "cpu" or is_compiling():
+        return losses.masked_fill(_of_classes(losses, labels, ignore_index), torch.nan)
+    if _of_classes(losses, labels, ignore_index):
+        raise NoClass(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, that of losses, and from 0 to 1 with a sum "
+            "of 1 (or less) for each token, beside losses below 0: probabilities of classes, it seems. Labels are "
+            "numbers of classes, and losses would be averaged as they are. Pass losses of tokens without labels, "
+            'F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1).float(), reduction="none"), with mask='
+        )
+    return losses
+
+
+def _exact_weights(mask: Tensor | None) -> Tensor | None:
+    """A mask whose weights can be counted: half precision cannot. An additive one is refused, as above."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    mask = mask.to(torch.promote_types(mask.dtype, torch.float32))
+    if mask.device.type != "cpu" or is_compiling():
+        return mask.masked_fill(adds_to_logits(mask), torch.nan)
+    if adds_to_logits(mask):
+        raise NoClass(
+            f"mask of mean_loss holds {mask.min().item():g}. Such numbers of an additive mask hide logits, and "
+            "here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an additive one), "
+            "or weights"
+        )
+    return mask
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    wide, flat = logits.flatten(0, -2), labels.flatten()
+    if flat.dtype == torch.bool or flat.is_floating_point():
+        raise TypeError(f"labels are {flat.dtype}. They are numbers of classes. Pass integers (torch.int64)")
+    try:
+        return F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction=reduction)
+    except (IndexError, RuntimeError) as error:
+        least = int(flat.min()) if isinstance(error, IndexError) and flat.numel() else 0
+        advice = f". If {least} is the label of tokens that do not count, pass ignore_index={least}"
+        text = f"labels of shape {tuple(labels.shape)} do not fit the {wide.shape[-1]} classes of losses: {error}"
+        wrong = NoClass if isinstance(error, IndexError) else ValueError
+        raise wrong(text + (advice if least < 0 else "")) from error
+
+
+def _check_shapes(losses: Tensor, labels: Tensor | None, mask: Tensor | None) -> None:
     for name, other in (("labels", labels), ("mask", mask)):
         if other is not None and other.shape != losses.shape:
             raise ValueError(
@@ -340,10 +371,3 @@ def _local(losses: Tensor, labels: Tensor | None, ignore_index: int, mask: Tenso
             "losses is one number. The number of its tokens is unknown, and ranks have different ones. Pass logits and "
             "labels, or losses of tokens (reduction='none') and their labels, of which the ignored ones do not count"
         )
-    weights = torch.ones_like(losses, dtype=torch.bool) if mask is None else mask
-    if labels is not None:
-        weights = weights.masked_fill(labels == ignore_index, 0)
-    # Masked before they are weighted: losses that do not count may be inf or NaN. (The gradient of a weight that is
-    # learned, and is 0 now, is its loss.)
-    unused = (weights == 0) & ~losses.isfinite() if weights.requires_grad else weights == 0
-    return (losses.masked_fill(unused, 0) * weights).sum(), weights.sum()
