@@ -226,7 +226,8 @@ def own_layers() -> dict[str, list[int]]:
         "roll": lambda x: x.roll(1, 1),
         "fft": lambda x: torch.fft.fft(x, dim=1).real,
         "right: channels": lambda x: x.flip(2),
-        "right: reduction": lambda x: x - x.mean(1, keepdim=True),
+        "reduction": lambda x: x - x.mean(1, keepdim=True),
+        "right: mean of channels": lambda x: x - x.mean(2, keepdim=True),
     }
     found: dict[str, list[int]] = {}
     for name, call in calls.items():

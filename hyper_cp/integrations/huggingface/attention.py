@@ -99,15 +99,7 @@ def attention_forward(
             "whole sequence itself. Pass packed documents to prepare_batch (cu_seqlens, document_ids, or position_ids "
             "that restart), or a 4-D attention_mask over global positions"
         )
-    _check_sides(module, state, mask, request, options.get("is_causal"))
-    asks = mask is None and request is not None and request.function is None and not request.bidirectional
-    at = state.positions
-    if asks and at is not None and query.shape[2] == key.shape[2] < len(at) and len(at) % query.shape[2] == 0:
-        raise NotImplementedError(
-            f"{name} attends over {query.shape[2]} tokens, and this rank holds {len(at)}: groups of the sequence, as "
-            "rows of the batch or of heads. They would be joined with those of other ranks. Attend to all tokens, with "
-            "windows or chunks of the config"
-        )
+    _check_mask(module, state, mask, request, options.get("is_causal"), (query.shape[2], key.shape[2]))
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.turn.prompt is None:
         refuse_in_decoding(name, mask, request)
@@ -120,11 +112,6 @@ def attention_forward(
     kv_heads = query.shape[1] if weight is not None else key.shape[1]  # latents become heads of all queries
     cp, mode = state.mesh.view(query.shape[1], kv_heads), replace(state.style.mode, window=visible.window)
     score = _score(name, options.get("softcap"), None if request is None else request.function, position_bias, query)
-    if getattr(module, "store_full_length_kv", False) and checkpoint.in_function_forward():
-        raise NotImplementedError(
-            f"{name} hands its latents to later layers inside a reentrant activation checkpoint, through which their "
-            "gradients do not pass (on one device neither, without an error). Checkpoint with use_reentrant=False"
-        )
     # is_causal=False: the window ends at the query, so it is causal already; and unlike is_causal it allows a mask.
     call = Call(
         False,
@@ -146,11 +133,6 @@ def attention_forward(
         return out.transpose(1, 2).contiguous(), None
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call, module, state.batch.counted)
-    elif mode.max_logits:
-        raise NotImplementedError(
-            f"{name} has an indexer loss and a style with max_logits=True. The loss computes attention in another way, "
-            "which returns no largest logits. Leave out one of them"
-        )
     else:
         out = state.losses.attend(module, indices, query, key, value, cp, mode, call)
     if tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
@@ -159,10 +141,16 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check_sides(
-    module: nn.Module, state: ForwardState, mask: Tensor | None, request: MaskRequest | None, is_causal: bool | None
+def _check_mask(
+    module: nn.Module,
+    state: ForwardState,
+    mask: Tensor | None,
+    request: MaskRequest | None,
+    is_causal: bool | None,
+    lengths: tuple[int, int],
 ) -> None:
-    """Refuse a call whose mask on one device would depend on the implementation of attention."""
+    """Refuse a call whose mask on one device would depend on the implementation of attention, and one over groups of
+    the sequence. ``lengths``: the numbers of queries and of keys."""
     name = type(module).__name__
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and request is None and module not in state.cross:
@@ -179,6 +167,13 @@ def _check_sides(
             f"{name} has is_causal={causal}, but its model asks for a causal mask. On one device SDPA follows the "
             "former in a batch without padding, and the latter in others. Change the setting of the config that makes "
             "them differ (use_bidirectional_attention)"
+        )
+    held = 0 if state.positions is None else len(state.positions)
+    if asks and lengths[0] == lengths[1] < held and held % lengths[0] == 0:
+        raise NotImplementedError(
+            f"{name} attends over {lengths[0]} tokens, and this rank holds {held}: groups of the sequence, as rows of "
+            "the batch or of heads. They would be joined with those of other ranks. Attend to all tokens, with windows "
+            "or chunks of the config"
         )
 
 
@@ -236,6 +231,12 @@ def _projected(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Keys and values to send. Of a module that hands latents on, these, with the weight and the bias that make heads
     of them, or the heads if latents do not suit it."""
+    if getattr(module, "store_full_length_kv", False) and checkpoint.in_function_forward():
+        raise NotImplementedError(
+            f"{type(module).__name__} hands its latents to later layers inside a reentrant activation checkpoint, "
+            "through which their gradients do not pass (on one device neither, without an error). Checkpoint with "
+            "use_reentrant=False"
+        )
     if not hands_on_latents(module):
         return key, value, None, None
     found = as_latents(module, key) if state.style.mode.latents is not False else None

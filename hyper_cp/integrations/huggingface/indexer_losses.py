@@ -62,6 +62,11 @@ class IndexerLosses:
         self, module: nn.Module, indices: Tensor, q: Tensor, k: Tensor, v: Tensor, cp: CPMesh, mode: Mode, call: Call
     ) -> Tensor:
         """Attention of a layer; adds the loss of its indexer, if it has one of its own."""
+        if mode.max_logits:
+            raise NotImplementedError(
+                f"{call.name} has an indexer loss and a style with max_logits=True. The loss computes attention in "
+                "another way, which returns no largest logits. Leave out one of them"
+            )
         scored = self.scored(module, indices)
         if self.dense:
             call = replace(call, selected=None)
