@@ -484,7 +484,7 @@ class _Routing(DispatchMode):
 
     def _refuse_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.lengths and self.responsible():
-            refuse_mixing_call(func, args, kwargs, self.lengths, self.call.binding.style.allow)
+            refuse_mixing_call(func, args, kwargs, self.call.shares, self.call.binding.style.allow)
 
     def _shared(self, x: Any) -> Any:
         """``x`` with buffers replaced by their shares, in a list or tuple too."""

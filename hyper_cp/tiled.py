@@ -110,11 +110,16 @@ def _mixes(module: nn.Module) -> str | None:
 
 
 def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int = 3) -> bool:
-    """True if a function has such a name, or calls one that has: in its file, in one that this imports, in a closure,
-    or as a method or an attribute of the module."""
+    """True if a function (or one of several) has such a name, or calls one that has: in its file, in one that this
+    imports, in a closure, or as a method or an attribute of the module."""
+    if isinstance(function, (list, tuple, dict)) and depth > 0:
+        kept = function.values() if isinstance(function, dict) else function
+        return any(_calls(module, x, names, depth - 1) for x in kept)
     made = inspect.unwrap(function.func if isinstance(function, partial) else function)
     if callable(made) and names.search(getattr(made, "__name__", "")):
         return True
+    if not inspect.isroutine(made) and callable(made) and not isinstance(made, (type, nn.Module)):
+        made = type(made).__call__  # of an object
     if not inspect.isfunction(made) or depth == 0:
         return False
     called = names_in(made.__code__) - set(dict(module.named_children()))  # these are known by their types

@@ -377,6 +377,13 @@ class PathDropped(nn.Linear):
         return dropped(x, 0.5)
 
 
+class Dropping:
+    """An object that is called as a function is."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.dropout(x)
+
+
 class Masked(nn.Module):
     """Calls a function of a file that is imported."""
 
@@ -398,8 +405,10 @@ class Keeping(nn.Module):
 
 def test_modules_that_draw_are_known_by_what_they_call() -> None:
     kept, part = Keeping(F.dropout), Keeping(partial(F.dropout, p=0.5))
-    of_code = Keeping(lambda x: F.dropout(F.gelu(x), 0.5))
-    with_draws = (PathDropped(4, 4), kept, part, of_code, Masked())
+    of_code, several = Keeping(lambda x: F.dropout(F.gelu(x), 0.5)), Keeping(F.gelu)
+    several.function = [F.gelu, {"drop": F.dropout}]
+    of_object = Keeping(Dropping())
+    with_draws = (PathDropped(4, 4), kept, part, of_code, several, of_object, Masked())
     without = (nn.Dropout(), MLP(), nn.Linear(4, 4), Keeping(F.normalize))
     for module in (*with_draws, *without):  # nn.Dropout draws in training only, which is known when it runs
         assert tiled(module, 2).forward.draws == (module in with_draws), module

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import islice
 from logging import getLogger
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -106,22 +106,23 @@ def _pattern(names: Iterable[str]) -> str:
     return repr(tuple(names)[:3])
 
 
-MIXING_CALLS = {name for row in TABLE if row.refused or row.warned is not None for name in row.functions}
+MIXING_CALLS = {name for row in TABLE if row.refused or row.warned for name in row.functions}
 """Names of functions that mix positions."""
 
 
 def refuse_mixing_call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], allow: tuple[str, ...]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shares: list[tuple[int, int]], allow: tuple[str, ...]
 ) -> None:
     """Raise ``RuntimeError``, or warn where harm is not sure, if a function mixes positions of this rank's share of the
     sequence, in a module that its user does not exempt. (For a ``context_parallel`` block, which sees functions and no
-    model.)"""
+    model.) ``shares``: the rows and the positions of each buffer of the block."""
 
     def model() -> Model | None:
         running = list(running_modules())
         return Model(running[-1], allow) if running else None
 
-    found = _mixing_call(func, args, kwargs, lengths, model)
+    rows, lengths = ({x[i] for x in shares} for i in range(2))
+    found = _mixing_call(func, args, kwargs, lengths, rows, model)
     if found is not None:
         row, caller, what = found
         if row.refused:
@@ -136,24 +137,37 @@ _MIXED = "It mixes positions, so it would compute something else than on one dev
 
 
 def _mixing_call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: set[int], find_model: Callable[[], Model | None]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lengths: set[int],
+    rows: set[int],
+    find_model: Callable[[], Model | None],
 ) -> tuple[Mixing, str, str] | None:
     """The row of a function that mixes positions of a share, the module that calls it, and both in words; None for
-    other calls, for which no model is looked up, and in modules that are exempted."""
-    row = row_of_call(func.__name__, args, kwargs, lengths)
-    if row is None or called_by_library() or calling_file() == _OF_MASKS:
+    other calls, in modules that are exempted, and where modules of this type in this model have been warned of it."""
+    row = row_of_call(func.__name__, args, kwargs, lengths, rows)
+    if row is None or not (row.refused or row.warned) or called_by_library() or calling_file() == _OF_MASKS:
         return None
-    x: Tensor = args[0] if args else kwargs["input"]
-    if not (row.refused or (row.warned is not None and row.warned(x, args, kwargs, lengths))):
+    running = list(running_modules())
+    caller = running[0] if running else None
+    if row.activations and caller is None:
         return None
-    model, caller = find_model(), next(iter(running_modules()), None)
+    known, call = _warned.setdefault(running[-1], set()) if running else set(), (type(caller), func.__name__)
+    if call in known and not row.refused:
+        return None
+    known.add(call)
+    model = find_model()
     name = model.names.get(id(caller), "") if model else ""
     if model is not None and model.allows(name):
         return None
+    x: Tensor = args[0] if args else kwargs["input"]
     who = f"module {name!r} ({type(caller).__name__}) calls {func.__name__}" if model else f"{func.__name__} is called"
     return row, name, f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence"
 
 
+_warned: WeakKeyDictionary[nn.Module, set[tuple[type, str]]] = WeakKeyDictionary()
+"""Functions that mix positions, and the types of modules that call them, by model."""
 _OF_MASKS = "transformers.masking_utils"
 """It finds packed documents by the positions of a share, of which the warnings of packed batches tell."""
 
@@ -411,8 +425,9 @@ class FirstForward(EnteredMode):
 
     def _warn_of_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
-        lengths = self._shares() | binding.active.views[0].batch.lengths.made
-        if found := _mixing_call(func, args, kwargs, lengths, lambda: self.model):
+        batch = binding.active.views[0].batch
+        lengths, (rows, _) = self._shares() | batch.lengths.made, batch.rows_and_share
+        if found := _mixing_call(func, args, kwargs, lengths, {rows} if rows else set(), lambda: self.model):
             row, name, what = found
             _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
 

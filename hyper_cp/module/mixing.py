@@ -82,7 +82,7 @@ def _each(given: Any, number: int) -> list[Any]:
 def _dims(x: Tensor, args: Arguments, kwargs: dict[str, Any]) -> list[int]:
     """The dimensions that a function was given, counted from the first one."""
     positional = next((a for a in args[1:] if isinstance(a, (int, tuple, list)) and not isinstance(a, bool)), None)
-    dims = kwargs.get("dim", kwargs.get("dims", positional))
+    dims = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", positional)))
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     return [d % x.ndim for d in dims if isinstance(d, int) and -x.ndim <= d < x.ndim]
 
@@ -91,22 +91,15 @@ def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Coll
     return any(x.shape[d] in lengths for d in _dims(x, args, kwargs))
 
 
-def _pools_activations(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    """True for positions of activations, in rows (B, S/n, C) or flattened (B * S/n, C). The last dimension mostly holds
-    channels, and whole numbers are counted to sort tokens by experts."""
-    if isinstance(x, nn.Parameter) or not x.is_floating_point():
-        return False
-    if x.ndim == 2:
-        return 0 in _dims(x, args, kwargs) and any(x.shape[0] % length == 0 for length in lengths if length > 1)
-    return any(x.shape[d] in lengths for d in _dims(x, args, kwargs) if d < x.ndim - 1)
+def _along_rows(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """True for a dimension before the last one, which mostly holds channels. (Whole numbers are counted to sort tokens
+    by experts.)"""
+    dims = [] if isinstance(x, nn.Parameter) or not x.is_floating_point() else _dims(x, args, kwargs)
+    return any(x.shape[d] in lengths for d in dims if d < x.ndim - 1)
 
 
 def _normed(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
     return _along_dim(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
-
-
-def _always(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return True
 
 
 Along = Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool]
@@ -167,8 +160,11 @@ class Mixing:
     """The way out, as a sentence without its full stop; ``{0}`` is the names of the modules."""
     refused: bool = True
     """False where the sequence is seldom the dimension that is mixed, or harm is not sure."""
-    warned: Along | None = None
-    """True if such a call is warned of. Else ``verify`` takes what is not refused for evidence only."""
+    warned: bool = False
+    """True: such a call is warned of. Else ``verify`` takes what is not refused for evidence only."""
+    activations: bool = False
+    """True: positions may be flattened with the rows of a batch, and only modules that run are meant: gradients of
+    weights, and statistics of an optimizer, are sums over a share, too, and right."""
 
 
 _SHIFT = f"{GATHER}, use handler.roll_tensor for a shift"
@@ -178,6 +174,10 @@ def _fourier(dims: str) -> tuple[str, ...]:
     return tuple(f"fft_{kind}fft{dims}" for kind in ("", "i", "r", "ir", "h", "ih"))
 
 
+_REDUCTIONS = (
+    *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean"),
+    *("median", "softmax", "log_softmax", "logsumexp", "argsort"),
+)
 TABLE = (
     Mixing(
         "convolves {0.kernel_size[0]} neighbouring positions",
@@ -235,13 +235,13 @@ TABLE = (
     Mixing("convolves pixels", functions=("conv2d", "conv3d"), along=_convolved),
     Mixing("convolves pixels", (nn.Conv2d, nn.Conv3d), refused=False),
     Mixing("takes its statistics over pixels", (nn.BatchNorm2d, nn.SyncBatchNorm), refused=False),
-    Mixing("resizes the sequence", functions=("interpolate",), along=_behind_channels, refused=False, warned=_always),
+    Mixing("resizes the sequence", functions=("interpolate",), along=_behind_channels, refused=False, warned=True),
     Mixing(
         "scans or orders positions",
         functions=("cumsum", "cumsum_", "cumprod", "cumprod_", "cummax", "cummin", "logcumsumexp", "flip", "sort"),
         along=_along_dim,
         refused=False,
-        warned=_always,
+        warned=True,
     ),
     Mixing(
         "shifts or selects positions",
@@ -249,10 +249,10 @@ TABLE = (
         along=_along_third(-1),
         instead=_SHIFT,
         refused=False,
-        warned=_always,
+        warned=True,
     ),
     *(
-        Mixing(does, functions=functions, along=along, instead=instead, refused=False, warned=_always)
+        Mixing(does, functions=functions, along=along, instead=instead, refused=False, warned=True)
         for does, functions, along, instead in (
             ("shifts positions", ("pad", "constant_pad_nd"), _shifted, _SHIFT),
             ("takes windows of positions", ("unfold",), _unfolded, GATHER),
@@ -269,16 +269,15 @@ TABLE = (
     ),
     Mixing(
         "reduces positions",
-        functions=(
-            *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean"),
-            *("median", "softmax", "log_softmax", "logsumexp", "argsort"),
-        ),
-        along=lambda *call: _along_dim(*call) or _pools_activations(*call),
+        functions=_REDUCTIONS,
+        along=_along_rows,
         instead='Call handler.pool(x, "mean") in its place, which takes "sum" and "last" too, or gather the sequence '
         "before it with handler.combine",
         refused=False,
-        warned=_pools_activations,
+        warned=True,
+        activations=True,
     ),
+    Mixing("reduces positions", functions=_REDUCTIONS, along=_along_dim, refused=False),
     Mixing("reduces positions", functions=("norm",), along=_normed, refused=False),
 )
 ROUTED = Mixing("runs along the sequence", instead="RecurrentContextParallel on {0} in the plan runs it over all ranks")
@@ -288,8 +287,11 @@ NAMED = Mixing(
 )
 """Modules that are named after a recurrence or a convolution, and call none that can be routed."""
 
-BY_NAME = {name: row for row in TABLE for name in (*row.functions, *(kind.__name__ for kind in row.modules))}
+BY_NAME: dict[str, list[Mixing]] = {}
 """The rows by the names of their functions and of their types of modules."""
+for _row in TABLE:
+    for _name in (*_row.functions, *(kind.__name__ for kind in _row.modules)):
+        BY_NAME.setdefault(_name, []).append(_row)
 
 _NAMES = re.compile(
     r"Mamba|LightningAttention|DeltaNet|DeltaAttention|R[Ww][Kk][Vv]|RetNet|Retention|Hyena|LinearAttention|RG?LRU|LSTM|ShortConv"
@@ -334,7 +336,16 @@ def mixing_modules(root: nn.Module) -> dict[str, Mixing]:
     return found
 
 
-def row_of_call(name: str, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> Mixing | None:
-    """The row of a function, if this call of it mixes one of these numbers of positions."""
-    row, x = BY_NAME.get(name), args[0] if args else kwargs.get("input")
-    return row if row is not None and isinstance(x, Tensor) and row.along(x, args, kwargs, lengths) else None
+def row_of_call(
+    name: str, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int], rows: Collection[int] = ()
+) -> Mixing | None:
+    """The first row of a function for which this call of it mixes one of these numbers of positions; ``rows``: those of
+    batches, whose positions may be flattened."""
+    x = args[0] if args else kwargs.get("input")
+    if not isinstance(x, Tensor):
+        return None
+    all_rows = {*lengths, *(n * length for n in rows for length in lengths)}
+    for row in BY_NAME.get(name, ()):
+        if row.along(x, args, kwargs, all_rows if row.activations else lengths):
+            return row
+    return None

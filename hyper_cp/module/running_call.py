@@ -203,7 +203,7 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
     more, known = keys - queries, style.cross_attention or request.masked
     in_block = batch.in_block or bool(batch.of_buffers)
     if style.mode.kv_exchange == "replicated":
-        text = _SHARE_OF_MEMORY if more == 0 and in_block else ""
+        text = _SHARE_OF_MEMORY if keys in batch.lengths.made else ""
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT
     elif not known and (0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths)):
@@ -228,8 +228,8 @@ _OWN_KEYS = (
     "style with cross_attention=True"
 )
 _SHARE_OF_MEMORY = (
-    '{name} attends with kv_exchange="replicated" to {keys} keys, as many as this rank\'s share of the batch has '
-    "positions. A memory that is as long as the sequence is split with it, and each rank would take its share for all "
+    '{name} attends with kv_exchange="replicated" to {keys} keys, as many as shares have that handlers of this mesh '
+    "have split. A memory that is as long as the sequence is split with it, and each rank would take its share for all "
     "of it. Leave it whole: get_batch_on_this_cp_rank(..., seq_dims={{'its name': None}}). If every rank has all of "
     "these keys, ignore this warning"
 )

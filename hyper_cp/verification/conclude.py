@@ -252,7 +252,7 @@ def explain(e: Evidence) -> list[Cause]:
 
 def _cause(kind: str, module: str | None, what: str = "", where: str = "") -> Cause:
     where = where or ("loss_fn" if module is None else f"Module {module}" if module else "The model itself")
-    instead = mixing.BY_NAME[name].instead if (name := what.split(" ")[0]) in mixing.BY_NAME else _ELSEWHERE
+    instead = mixing.BY_NAME[name][0].instead if (name := what.split(" ")[0]) in mixing.BY_NAME else _ELSEWHERE
     return Cause(kind, module, TEXTS[kind].format(where=where, what=what, instead=instead))
 
 
