@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch.leaves import other_leaf
-from .._torch.modules import buffers_of
+from .._torch.modules import buffers_of, parameters_of
+from ..ops.writes import writes
 
 COMPARED = 64
 """The most tokens on which both are compared."""
@@ -63,7 +66,7 @@ def difference(
     grad: bool,
 ) -> str:
     """The difference between the result that is replaced and that of the replacement, a tensor or a tuple that begins
-    with it, for few tokens; "" if there is none. The module's buffers and attributes are then as they were.
+    with it, for few tokens; "" if there is none. The module's buffers, attributes and lists are then as they were.
 
     Args:
         own: computes what is replaced; with ``grad`` in a graph of autograd.
@@ -102,23 +105,92 @@ def difference(
 
 @contextmanager
 def _restored(module: nn.Module | None) -> Iterator[None]:
-    """Restore what forwards in the block assign to a module and to those inside it, and write to their buffers and
-    tensors."""
-    inside = [] if module is None else [*module.modules()]
-    places = [(place, {**place}) for inner in inside for place in (vars(inner), buffers_of(inner))]
-    tensors = [x for _, before in places for x in before.values() if type(x) in (Tensor, nn.Buffer)]
-    contents = [(x, x.detach().clone()) for x in tensors if x.layout == torch.strided and not x.is_meta]
+    """Restore what forwards in the block assign to a module and to those inside it, put into their lists, dicts and
+    sets, and write to their buffers and tensors."""
+    attributes = [] if module is None else [vars(inner) for inner in module.modules()]
+    places = [*_containers(attributes)]
+    contents = [place.copy() for place in places]
+    tensors = {id(x): x for before in contents for x in _entries(before) if type(x) in (Tensor, nn.Buffer)}
+    written = [(x, x.detach().clone()) for x in tensors.values() if x.layout == torch.strided and not x.is_meta]
     try:
         yield
     finally:
-        for place, before in places:
-            for name in place.keys() - before.keys():
-                del place[name]
-            place.update(before)
-        for x, content in contents:
+        for place, before in zip(places, contents, strict=True):
+            if isinstance(place, dict):
+                for name in place.keys() - before.keys():
+                    del place[name]
+                place.update(before)
+            elif [*map(id, place)] != [*map(id, before)]:
+                place.clear()
+                (place.update if isinstance(place, set) else place.extend)(before)
+        for x, content in written:
             if not torch.equal(x, content):  # a write would count as one, which a graph that has saved x refuses
                 with torch.inference_mode(x.is_inference()):
                     x.detach().copy_(content)
+
+
+def _entries(place: Any) -> Iterable[Any]:
+    return place.values() if isinstance(place, dict) else place
+
+
+def _containers(todo: list[Any]) -> Iterator[Any]:
+    """Lists, dicts, sets and queues, and those inside of them."""
+    seen: set[int] = set()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, (list, dict, set, deque, tuple)) and id(x) not in seen:
+            seen.add(id(x))
+            if not isinstance(x, tuple):
+                yield x
+            todo.extend(_entries(x))
+
+
+@dataclass
+class Held:
+    """The numbers, texts and tensors that a module and those inside it held when it was compared: its forward may read
+    them, and what has replaced it does not."""
+
+    plain: list[Any]
+    tensors: list[tuple[Tensor, int, Tensor | None]]
+    """Each with the number of writes to it, and a copy, where it has values."""
+
+    @classmethod
+    def by(cls, module: nn.Module, trained: bool) -> Held:
+        """Return what a module holds; without parameters that require a gradient if it has been ``trained``: the
+        comparison refuses those that its result depends on."""
+        plain, tensors = _held(module, trained)
+        real = (type(x) in (Tensor, nn.Parameter, nn.Buffer) and not x.is_meta for x in tensors)
+        copies = [x.detach().clone() if has else None for x, has in zip(tensors, real, strict=True)]
+        return cls(plain, [(x, writes(x), copy) for x, copy in zip(tensors, copies, strict=True)])
+
+    def changed(self, module: nn.Module, trained: bool) -> bool:
+        """True if the module holds anything else by now. (Values are read of tensors that were written to.)"""
+        plain, tensors = _held(module, trained)
+        if plain != self.plain or len(tensors) != len(self.tensors):
+            return True
+        for i, (now, (x, before, copy)) in enumerate(zip(tensors, self.tensors, strict=True)):
+            if now is x and writes(x) == before:
+                continue
+            if copy is None or (now.shape, now.dtype, now.device) != (copy.shape, copy.dtype, copy.device):
+                return True
+            if not torch.equal(now.detach(), copy):
+                return True
+            self.tensors[i] = now, writes(now), copy
+        return False
+
+
+def _held(module: nn.Module, trained: bool) -> tuple[list[Any], list[Tensor]]:
+    found = [
+        (name, x)
+        for inner in module.modules()
+        for place in (vars(inner), buffers_of(inner), parameters_of(inner))
+        for name, x in place.items()
+    ]
+    tensors = [x for _, x in found if isinstance(x, Tensor) and not (trained and x.requires_grad)]
+    return [(name, x) for name, x in found if type(x) in _PLAIN], tensors
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype)
 
 
 def _kept_state(own: Callable[[Few], Any], few: Few, found: Tensor, most: float, grad: bool) -> str:

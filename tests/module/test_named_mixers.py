@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -478,3 +479,95 @@ def test_states_that_are_kept_from_batch_to_batch_are_refused(ranks: Ranks) -> N
         assert "ValueError" in found.pop("on one rank")
         for how, text in found.items():
             assert "ValueError: " in text and "when it is called again with the same tokens" in text, (how, text)
+
+
+class Holds(nn.Module):
+    """Retention with a gain of its own, which is 1 at first."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.steps, self.log = how, 0, []
+        if how == "buffer":
+            self.register_buffer("gain", torch.ones(1, dtype=torch.float64))
+        elif how == "number":
+            self.gain = 1.0
+        elif how == "tensor":
+            self.gain = torch.ones(1, dtype=torch.float64)
+        else:
+            self.gain = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=how == "trained")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        return recur(q, k, v, decay, None, None) * self.gain
+
+
+@on_ranks
+def held() -> dict[str, str]:
+    """The errors of modules of which a gain is changed behind the first call; "" where nothing is that matters."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}
+    given = {n: x[:, :12] if n in "qkv" else x for n, x in inputs("retention")[2].items()}
+    for how, mode in (
+        *((how, torch.no_grad) for how in ("buffer", "number", "tensor", "frozen")),
+        ("trained", torch.inference_mode),  # no graph tells that the output depends on it
+    ):
+        model = nn.ModuleDict({"inner": Holds(how)})
+        parallelize_module(model, mesh, {"inner": RecurrentContextParallel(kind="linear_recurrence")})
+        inner: Any = model["inner"]
+        with mode():
+            inner(**given)
+            with record_traffic() as traffic:
+                inner.steps += 1 + dist.get_rank()  # nothing reads it, and it differs between the ranks
+                if how != "number":
+                    inner.gain.detach().fill_(1.0)
+                inner(**given)
+            assert "agreement" not in [kind for kind, _ in traffic.entries], traffic.entries
+            if how == "number":
+                inner.gain = 0.5
+            elif how == "tensor":
+                inner.gain = torch.full((1,), 0.5, dtype=torch.float64)
+            else:
+                inner.load_state_dict({"gain": torch.full((1,), 0.5, dtype=torch.float64)})
+            found[how] = error_of(lambda inner=inner: inner(**given))
+    return found
+
+
+def test_what_a_module_holds_may_not_change_its_result_later(ranks: Ranks) -> None:
+    """Numbers, buffers and frozen parameters that did nothing in the first call were dropped in the later ones."""
+    for found in ranks(2, held):
+        for how, text in found.items():
+            assert "ValueError: " in text and "was changed behind an earlier call: their outputs differ" in text, how
+
+
+class Logs(nn.Module):
+    """Retention that counts its calls in lists, dicts, sets and queues, also those inside of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.seen, self.queue = [], set(), deque([1, 2], maxlen=2)
+        self.stats: dict[str, Any] = {"calls": 0, "lengths": [], "sum": torch.zeros(1)}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        self.log.append(q.shape[1])
+        self.seen.add(q.shape[1])
+        self.queue.append(0)
+        self.stats["calls"] += 1
+        self.stats["new"] = True
+        self.stats["lengths"] += [q.shape[1]]
+        self.stats["sum"] += 1
+        return recur(q, k, v, decay, None, None)
+
+
+@on_ranks
+def logged() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = nn.ModuleDict({"inner": Logs()})
+    parallelize_module(model, mesh, {"inner": RecurrentContextParallel(kind="linear_recurrence")})
+    inner: Any = model["inner"]
+    stats = inner.stats
+    inner(**{n: x[:, :12] if n in "qkv" else x for n, x in inputs("retention")[2].items()})
+    assert stats is inner.stats
+    return repr((inner.log, inner.seen, [*inner.queue], stats))
+
+
+def test_the_comparison_leaves_lists_and_dicts_as_they_were(ranks: Ranks) -> None:
+    before = ([], set(), [1, 2], {"calls": 0, "lengths": [], "sum": torch.zeros(1)})
+    assert ranks(2, logged) == [repr(before)] * 2

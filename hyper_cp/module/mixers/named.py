@@ -21,7 +21,7 @@ from ..._torch.compiling import is_compiling
 from ..._torch.modes import unseen
 from ...mesh.arguments import check_choice
 from ..mesh_binding import Style
-from ..replaced import Few, along, conditions, difference, first_tokens
+from ..replaced import Few, Held, along, conditions, difference, first_tokens
 from .calls import LAST, ROUTED, RunningMixer, alone, running_mixer
 from .hooks import StyledMixerHooks
 
@@ -180,8 +180,9 @@ class NamedMixerHooks(StyledMixerHooks):
         self.defaults = {p.name: p.default for p in parameters.values()}
         self.module, self.original = module, module.forward
         """The module, and the forward that is replaced."""
-        self.compared: set[object] = set()
-        """The meshes and conditions in which both have been compared: on another mesh, some ranks may not have."""
+        self.compared: dict[object, Held] = {}
+        """The meshes and conditions in which both have been compared (on another mesh, some ranks may not have), and
+        what the module held then."""
 
     def check_calls(self, module: nn.Module) -> None:
         """A module of this kind need not call anything."""
@@ -198,9 +199,12 @@ class NamedMixerHooks(StyledMixerHooks):
             return self.original(*args, **kwargs)
         mixer.routed = True
         given = self._given(args, kwargs)
-        if not is_compiling() and (now := (mixer.cp.key, conditions(self.module))) not in self.compared:
-            self._compare(mixer, given)
-            self.compared.add(now)
+        if not is_compiling():
+            now, trained = (mixer.cp.key, conditions(self.module)), not torch.is_inference_mode_enabled()
+            known = self.compared.get(now)
+            if known is None or known.changed(self.module, trained):
+                self._compare(mixer, given, known is None)
+                self.compared[now] = Held.by(self.module, trained)
         return self._computed(mixer, given)
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -232,20 +236,23 @@ class NamedMixerHooks(StyledMixerHooks):
 
     # ---- is it the right function?
 
-    def _compare(self, mixer: RunningMixer, given: dict[str, Any]) -> None:
-        """Raise ``ValueError``, on every rank, unless the module's own forward computes the function."""
+    def _compare(self, mixer: RunningMixer, given: dict[str, Any], new: bool) -> None:
+        """Raise ``ValueError``, on every rank, unless the module's own forward computes the function. Not ``new``: the
+        module has been changed since, and each rank finds that out by itself (one that counts its calls, say, is not
+        compared by the others)."""
         tensors, verdict = [x for x in given.values() if isinstance(x, Tensor)], ""
         if all(type(x) in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):  # fake tensors, say, have no values
             grad = not torch.is_inference_mode_enabled()  # also without gradients: weights may be loaded
             verdict = unseen(lambda: self._difference(given, grad), tensors[0].device)
         signature = (("module", self.name), ("kind", self.named.kind))
         outcome = (("its own forward", "agrees" if not verdict else "differs"),)
-        # Another module of the same name has another forward.
-        mixer.cp.agree("module", signature, self.name, once=outcome, always=True)
+        if new:  # another module of the same name has another forward
+            mixer.cp.agree("module", signature, self.name, once=outcome, always=True)
         if verdict:
+            since = "" if new else _CHANGED
             raise ValueError(
-                f"{self.name} does not compute {self.named.kind}: {verdict}. Its forward would be replaced by another "
-                "function. Check kind=, arguments= and options= (functions of fla scale q by dk ** -0.5; "
+                f"{self.name} does not compute {self.named.kind}{since}: {verdict}. Its forward would be replaced by "
+                "another function. Check kind=, arguments= and options= (functions of fla scale q by dk ** -0.5; "
                 "linear_recurrence does not), or leave kind out and call hyper_cp.ops.linear_recurrence in the module"
             )
 
@@ -262,6 +269,9 @@ class NamedMixerHooks(StyledMixerHooks):
             return self.original(**{self.places[name]: x for name, x in few.items()})
 
         return difference(own, replacement, few, given, self.module, grad)
+
+
+_CHANGED = ", since what the module holds (a number, a buffer, a frozen parameter) was changed behind an earlier call"
 
 
 def _sequence_dim(named: Named) -> int:
