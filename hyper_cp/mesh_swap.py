@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._torch.modules import running_modules
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
 from .mesh.arguments import check_type
+from .mesh.batch_state import BatchState
 from .module.mesh_binding import Style, StyledMesh, bindings, swapped
 from .ops.checks import check_heads
 from .schedule import arrivals
@@ -76,6 +78,12 @@ def context_parallel_mesh(
             meshes[style] = StyledMesh(style, mesh, degree, threading.current_thread())
         if binding.heads is not None:
             check_heads(*binding.heads, meshes[style].view(*binding.heads))
+    left_meshes = {id(batch): batch for batch in (binding.active.views[0].batch for binding in found)}.values()
+
+    def left() -> tuple[BatchState, str] | None:
+        inside, now = {id(module) for module in model.modules()}, found[0].active.views[0]
+        return (now.batch, str(now)) if any(id(module) in inside for module in running_modules()) else None
+
     for binding in found:
         binding.stack.append(meshes[binding.style])
     handler = ContextParallelHandler(mesh, style_of(found[0]))
@@ -83,6 +91,8 @@ def context_parallel_mesh(
     styles = {*meshes, *(style.copy_of for style in meshes if style.copy_of is not None)}
     for style in styles:
         swapped.setdefault(style, []).append(handler)
+    for state in left_meshes:
+        state.left.append(left)
     try:
         yield handler
     finally:
@@ -91,6 +101,8 @@ def context_parallel_mesh(
                 binding.stack.remove(meshes[binding.style])
         for style in styles:
             swapped[style].remove(handler)
+        for state in left_meshes:
+            state.left.remove(left)
 
 
 def _degree(style: Style, mesh: DeviceMesh) -> int | str | None:

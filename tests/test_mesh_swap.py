@@ -27,6 +27,7 @@ from hyper_cp import (
     ContextParallelHandler,
     RecurrentContextParallel,
     context_parallel_mesh,
+    ops,
     split_cp_mesh,
     styled_modules,
 )
@@ -612,3 +613,96 @@ def test_a_handler_calls_attention_on_the_mesh_of_its_model_only(ranks: Any, ree
     for refused, *errors in ranks(2, cores_of_a_handler, reentrant):
         assert "RuntimeError: the model of this handler's style runs on another cp mesh" in refused
         assert max(errors) <= 1e-10
+
+
+class Shifts(nn.Module):
+    """A token shift, a convolution, a recurrence or attention of its own, by functions that get a mesh."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.mesh_of, self.scale = what, None, nn.Parameter(torch.full((8,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mesh = x * self.scale, None if self.mesh_of is None else self.mesh_of()
+        where: dict[str, Any] = {"mesh": mesh, "layout": "head_tail"}
+        if self.what == "windows":
+            return F.pad(x, (0, 0, 1, 0))[:, :-1] if mesh is None else ops.windows(x, [1], **where)[:, :, 0]
+        if self.what == "convolution":
+            weight = x.new_ones(8, 2)
+            inside = x.mT + F.pad(x, (0, 0, 1, 0))[:, :-1].mT
+            return inside.mT if mesh is None else ops.causal_conv1d(x.mT.contiguous(), weight, **where).mT
+        if self.what == "recurrence":
+            q = x.unflatten(2, (2, 4))
+            decay = -q.square().mean(-1)
+            made = recur(q, q, q, decay, None, None) if mesh is None else ops.linear_recurrence(q, q, q, decay, **where)
+            return made.flatten(2)
+        q = x[:, None]
+        causal = {"is_causal": True}
+        return (
+            F.scaled_dot_product_attention(q, q, q, **causal)
+            if mesh is None
+            else ops.attention(q, q, q, **causal, **where)
+        )[:, 0]
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+@on_ranks
+def functions(what: str) -> dict[str, Any]:
+    """The error of a model that calls a function with the mesh that its block has left, and the relative errors of
+    outputs and gradients where it follows the block, recomputed behind it too, and in a block back to its own mesh."""
+    home = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    family = split_cp_mesh(home)
+    whole, found = nn.Sequential(Attends(), Shifts(what)), {}
+    model: Any = copy.deepcopy(whole)
+    style = ContextParallel(qkv_indices=None, ulysses_degree=1, layout="head_tail")
+    parallelize_module(model, home, {"0": style})
+    x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want = whole(x)
+    (wanted,) = torch.autograd.grad(want.square().sum(), [whole[1].scale])
+
+    def error(run: Any, handler: ContextParallelHandler, block: ExitStack) -> float:
+        out = run(handler.dispatch(x, 1))
+        got = handler.combine(out.detach(), 1)
+        size = handler.cp.size
+        block.close()
+        (gradient,) = torch.autograd.grad(out.square().sum(), [model[1].scale])
+        total = gradient if size == 1 else sum_over_ranks(gradient)[0]
+        return max(relative_error(got, want.detach()), relative_error(total, wanted))
+
+    def blocks(*meshes: DeviceMesh) -> tuple[ContextParallelHandler, ExitStack]:
+        stack, handler = ExitStack(), ContextParallelHandler.of(model)
+        for mesh in meshes:
+            handler = stack.enter_context(context_parallel_mesh(model, mesh))
+        return handler, stack
+
+    model[1].mesh_of = lambda: home
+    found["home"] = error(model, *blocks())
+    found["nested"] = error(model, *blocks(family.cp(1), home))
+    with context_parallel_mesh(model, family.cp(1)):
+        found["left"] = error_of(lambda: model(x))
+        other = Shifts(what)
+        other.mesh_of = lambda: home  # type: ignore[assignment]
+        shares = ContextParallelHandler(home, "head_tail")
+        out = other(shares.dispatch(x, 1))
+        model_free = whole[1](x)
+        found["another model"] = relative_error(shares.combine(out.detach(), 1), model_free.detach())
+    model[1].mesh_of = lambda: ContextParallelHandler.of(model).mesh
+    for again in (False, True):
+        run = partial(checkpoint, model, use_reentrant=False) if again else model
+        found[f"follows, {again}"] = error(run, *blocks(family.cp(1)))
+        found[f"follows at home, {again}"] = error(run, *blocks())
+    return found
+
+
+@pytest.mark.parametrize("what", ["windows", "convolution", "recurrence", "attention"])
+def test_functions_with_the_mesh_that_a_block_has_left_are_refused(ranks: Any, what: str) -> None:
+    """They took each rank's whole sequence for a share, without a word."""
+    for found in ranks(2, functions, what):
+        text = found.pop("left")
+        assert "mesh=cp mesh of 2 ranks" in text and "have left, for the cp mesh of 1 ranks" in text, text
+        assert max(found.values()) <= 1e-10, found

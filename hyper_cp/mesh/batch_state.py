@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -92,6 +92,9 @@ class BatchState:
         """The blocks of all threads that are in one."""
         self._had_documents = False
         """True if the last function that was called with this mesh, in a forward, had documents of a block."""
+        self.left: list[Callable[[], tuple[BatchState, str] | None]] = []
+        """One for each ``context_parallel_mesh`` block whose modules have left this mesh: it returns the state and the
+        name of the mesh that they are on, if one of them runs in this thread."""
         self.ran = False
         """True if anything has run over the whole sequence on this mesh."""
         self.averaged = False
@@ -314,6 +317,21 @@ class BatchState:
                 "torch.utils.checkpoint"
             )
         return found
+
+    def refuse_left(self, caller: str, mesh: object) -> None:
+        """Raise ``ValueError`` if a function is called on ``mesh``, this one, in a model that runs on another mesh."""
+        if (
+            not self.left or is_compiling() or checkpoint.in_backward()
+        ):  # which may recompute a forward before the block
+            return
+        away = [name for left in self.left if (now := left()) for state, name in (now,) if state is not self]
+        if away:
+            raise ValueError(
+                f"{caller}: mesh={mesh} is the one that styled modules of the running model have left, for the "
+                f"{away[-1]} of a context_parallel_mesh block. The function would take a tensor that is split over "
+                "that mesh for a share of this one. Pass the mesh of the model: "
+                "mesh=ContextParallelHandler.of(model).mesh, read in every forward"
+            )
 
     def _blocks_of_backward(self) -> ThreadBlocks | None:
         """The blocks of the only thread that is in any, if this is a thread of PyTorch's backward."""

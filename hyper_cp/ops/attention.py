@@ -504,6 +504,8 @@ def _on_mesh(
     :class:`Call`; ``settings``: those of a :class:`Mode`."""
     mode = Mode(**settings)
     cp = mesh if isinstance(mesh, CPMesh) else cp_mesh.view(mesh, ulysses_degree)
+    if not isinstance(mesh, CPMesh):
+        cp.batch.refuse_left("attention", cp)
     check_degree(mode, cp)
     score: scores.Score | None = None if softcap is None else scores.softcap(softcap)
     table = documents_table(documents)

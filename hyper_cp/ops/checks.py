@@ -496,8 +496,10 @@ def _selected(
 def documents_of(mesh: DeviceMesh | CPMesh, cp: CPMesh, given: Any, name: str) -> Tensor | None:
     """The documents of a call as a table: those that are given, or those of the enclosing ``handler.documents`` block.
     (Callers inside the library hand over a :class:`CPMesh`, and have read the block already.)"""
-    if given is None and not isinstance(mesh, CPMesh):
-        return cp.batch.documents_of_call(name)
+    if not isinstance(mesh, CPMesh):
+        cp.batch.refuse_left(name, cp)
+        if given is None:
+            return cp.batch.documents_of_call(name)
     return documents.documents_table(given)
 
 
