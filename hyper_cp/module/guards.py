@@ -43,6 +43,7 @@ from .mesh_binding import Binding, describe
 from .mixers.calls import (
     LAST,
     ROUTED,
+    calls_library,
     is_installed,
     is_mixer,
     keeps_function,
@@ -215,7 +216,8 @@ _searched_for_functions: WeakSet[nn.Module] = WeakSet()
 
 
 def _routes(module: nn.Module) -> bool:
-    return any(is_mixer(type(inner)) or keeps_function(inner) for inner in module.modules())
+    inside = ((type(inner), inner) for inner in module.modules())
+    return any(is_mixer(kind) or calls_library(kind) or keeps_function(inner) for kind, inner in inside)
 
 
 # --------------------------------------------------------------------------- when a plan is applied

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .mixers.calls import is_mixer, keeps_function
+from .mixers.calls import calls_library, is_mixer, keeps_function
 
 Arguments = tuple[Any, ...]
 GATHER = (
@@ -302,10 +302,12 @@ _NAMES_OF_PARTS = re.compile(r"Norm|MLP")
 
 
 def mixes_by_name(module: nn.Module) -> bool:
-    """True for a module that is named after a recurrence or a convolution along the sequence. (Attention of a model may
-    be named after the model: it says that it is causal.)"""
+    """True for a module that is named after a recurrence or a convolution along the sequence, and calls no function of
+    the library that runs over all ranks. (Attention of a model may be named after the model: it says that it is
+    causal.)"""
     name = type(module).__name__
-    return bool(_NAMES.search(name) and not _NAMES_OF_PARTS.search(name)) and not getattr(module, "is_causal", False)
+    named = bool(_NAMES.search(name) and not _NAMES_OF_PARTS.search(name)) and not getattr(module, "is_causal", False)
+    return named and not calls_library(type(module))
 
 
 def row_of(module: nn.Module) -> Mixing | None:
@@ -331,7 +333,7 @@ def mixing_modules(root: nn.Module) -> dict[str, Mixing]:
     for name, module in root.named_modules():
         row = row_of(module)
         inner = (part for part in module.modules() if part is not module) if row is NAMED else ()
-        if row is not None and not any(is_mixer(type(part)) for part in inner):
+        if row is not None and not any(is_mixer(type(part)) or calls_library(type(part)) for part in inner):
             found[name] = row
     return found
 

@@ -16,15 +16,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyper_cp import (
+    ContextParallel,
     ContextParallelHandler,
     RecurrentContextParallel,
     context_parallel,
     context_parallel_mesh,
+    ops,
     split_cp_mesh,
 )
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.module.mixing import mixing
-from hyper_cp.ops import SAVE_LIST
+from hyper_cp.ops import SAVE_LIST, windows
 from tests.harness import mixer
 from tests.harness.kernels import chunk_kda as kda_kernel
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
@@ -213,6 +215,89 @@ class OnlyRenamed(nn.Module):
 
     def forward(self, *gates: Tensor) -> Any:
         return kda_kernel(*gates)
+
+
+class RWKV(nn.Module):
+    """A token shift by the library's function, once it has a mesh."""
+
+    mesh: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return windows(x, [1], mesh=self.mesh)[:, :, 0]
+
+
+class LinearAttention(RWKV):
+    """The same by the file of the function, in a helper."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return shifted(x, self.mesh) if self.mesh is not None else super().forward(x)
+
+
+def shifted(x: Tensor, mesh: Any) -> Tensor:
+    return ops.windows(x, [1], mesh=mesh)[:, :, 0]
+
+
+class RetNet(RWKV):
+    """The same by a function that it imports when it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return super().forward(x)
+        from hyper_cp.ops import windows as ours
+
+        return ours(x, [1], mesh=self.mesh)[:, :, 0]
+
+
+class Hyena(nn.Module):
+    """The outer module of one that calls the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = RWKV()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class RWKVByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class AttendsTo(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+
+
+@on_ranks
+def named_after_recurrences() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    style = ContextParallel(qkv_indices=None, ulysses_degree=1)
+    found: dict[str, Any] = {}
+    for kind in (RWKV, LinearAttention, RetNet, Hyena):
+        model = nn.Sequential(AttendsTo(), kind())
+        want = model(inputs())
+        for module in model.modules():
+            if isinstance(module, RWKV):
+                module.mesh = mesh
+        handler = ContextParallelHandler(mesh, "contiguous")
+        with context_parallel(mesh, layout="contiguous"):
+            block = handler.combine(model(handler.dispatch(inputs(), 1)), 1)
+        parallelize_module(model, mesh, {"0": style})
+        plan = handler.combine(model(handler.dispatch(inputs(), 1)), 1)
+        found[kind.__name__] = max((x - want).abs().max().item() for x in (block, plan))
+    by_hand = nn.Sequential(AttendsTo(), RWKVByHand())
+    found["by hand"] = error_of(lambda: parallelize_module(by_hand, mesh, {"0": style}))
+    return found
+
+
+def test_modules_that_call_functions_of_the_library_are_not_refused_for_their_names(ranks: Ranks) -> None:
+    """The error asked them to call what they call already."""
+    for found in ranks(2, named_after_recurrences):
+        assert "mixes positions along the sequence" in found.pop("by hand")
+        assert max(found.values()) <= 1e-12, found
 
 
 @on_ranks

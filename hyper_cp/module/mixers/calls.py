@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
@@ -32,6 +32,7 @@ from ...mesh.cp_mesh import CPMesh
 from ...ops.kernels.partials import accumulation_dtype
 from ...ops.recurrence.convolution import causal_conv1d
 from ...ops.recurrence.linear import linear_recurrence
+from ...ops.recurrence.windows import windows
 from ..replaced import Few, difference, first_tokens
 from ..running_call import MayWarn, warn_of_windows
 from ..thread_stack import ThreadStack
@@ -389,7 +390,13 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
     another name too, as an attribute (of the module or of an imported file), or imported when they run."""
     if kind in _known:
         return _known[kind]
-    found: list[tuple[dict[str, Any], str]] = []
+    found = [(names, name) for names, used in _names(kind) for name in used if _function_of(name, names.get(name))]
+    _known[kind] = found
+    return found
+
+
+def _names(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], set[str]]]:
+    """The globals of the file of each method of a type, and the names that it uses of globals and attributes."""
     for owner in kind.__mro__:
         for method in vars(owner).values() if issubclass(owner, nn.Module) else ():
             # Code that was made by exec may belong to no file.
@@ -398,10 +405,26 @@ def _called(kind: type[nn.Module]) -> list[tuple[dict[str, Any], str]]:
             names, used = method.__globals__, names_in(method.__code__)
             # A method may call the function through another one of its file.
             helpers = [_plain(names.get(name)) for name in used]
-            used |= {x for f in helpers if f and f.__globals__ is names for x in names_in(f.__code__)}
-            found += [(names, name) for name in used if _function_of(name, names.get(name))]
-    _known[kind] = found
-    return found
+            yield names, used.union(*(names_in(f.__code__) for f in helpers if f and f.__globals__ is names))
+
+
+def calls_library(kind: type[nn.Module]) -> bool:
+    """True if a method of a type of module calls a function of the library that runs along the whole sequence."""
+    if kind not in _calls_library:
+        _calls_library[kind] = any(_uses(names, used) for names, used in _names(kind))
+    return _calls_library[kind]
+
+
+_calls_library: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _uses(names: dict[str, Any], used: set[str]) -> bool:
+    """True if code with these globals, which uses these names, calls such a function, also by its file."""
+    values = [names.get(name) for name in used]
+    files = [x.__name__ for x in values if isinstance(x, ModuleType)]
+    of_library = any(file.partition(".")[0] == LIBRARY for file in (*used, *files))  # it may import what it calls
+    ours = (linear_recurrence, causal_conv1d, windows)
+    return any(any(x is f for x in values) or (of_library and f.__name__ in used) for f in ours)
 
 
 def _plain(method: Any) -> FunctionType | None:
