@@ -128,8 +128,8 @@ def refuse_without_gradients(name: str, what: str, outside: bool) -> None:
     if outside and not torch.is_grad_enabled() and (is_compiling() or in_function_forward()):
         raise RuntimeError(
             f"{name} calls {what} with gradients switched off inside the module. A reentrant "
-            "activation checkpoint there would recompute it over this rank's share. Checkpoint the whole module "
-            "(use_reentrant=False); for inference put torch.no_grad() around the module"
+            "activation checkpoint there would recompute it over this rank's share. Pass use_reentrant=False "
+            "to it; for inference put torch.no_grad() around the module"
         )
 
 

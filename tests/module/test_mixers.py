@@ -105,6 +105,53 @@ def test_mixers_of_a_plan_are_exact(world: int, ranks: Ranks) -> None:
         assert all(error <= 1e-10 for error in found.values()), found
 
 
+class Checkpoints(mixer.Mixer):
+    """A mixer that checkpoints its convolution, and its recurrence."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weight = self.conv1d.weight.squeeze(1)
+        return mixer.causal_conv1d_fn(self.qkv(x).mT, weight, self.conv1d.bias, activation="silu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = checkpoint(self.mix, x, use_reentrant=False)
+        q, k, v = mixed.mT.unflatten(2, (3 * self.heads, -1)).chunk(3, 2)
+        g, beta = self.gates(x).chunk(2, -1)
+        gates = q, nn.functional.normalize(k, dim=-1), v, nn.functional.logsigmoid(g), beta.sigmoid()
+        out, _ = checkpoint(mixer.chunk_gated_delta_rule, *gates, use_reentrant=False)
+        return self.out(out.flatten(2))
+
+
+@on_ranks
+def checkpoints_inside() -> dict[str, float]:
+    """The errors of mixers with checkpoints inside, under a plan, in one more checkpoint, and in a block. Backward runs
+    behind the block of the documents, in that of another batch."""
+    mesh, x = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), inputs()
+    found = {}
+    for where in ("plan", "outer", "block"):
+        model = mixer.make(Checkpoints, Checkpoints)
+        handler = ContextParallelHandler(mesh, "head_tail")
+        if where != "block":
+            parallelize_module(model, mesh, {"layers.*": RecurrentContextParallel(layout="head_tail")})
+        block = context_parallel(mesh, layout="head_tail") if where == "block" else nullcontext()
+        for step, documents in enumerate((DOCUMENTS, None)):
+            model.zero_grad()
+            run = recomputed(model) if where == "outer" else model
+            with block, handler.documents(documents):
+                out = run(handler.dispatch(x, 1))
+            with handler.documents([0, 7, 24]):
+                out.square().sum().backward()
+            block = context_parallel(mesh, layout="head_tail") if where == "block" else nullcontext()
+            found[f"{where} {step}"] = worst(model, handler, out, documents)
+    return found
+
+
+@pytest.mark.slow
+def test_non_reentrant_checkpoints_inside_of_mixers_are_exact(ranks: Ranks) -> None:
+    """Their recompute ran over the share, and PyTorch complained about shapes."""
+    for found in ranks(2, checkpoints_inside):
+        assert all(error <= 1e-10 for error in found.values()), found
+
+
 @on_ranks
 def compiled() -> dict[str, Any]:
     found, x = {}, inputs()

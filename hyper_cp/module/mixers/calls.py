@@ -8,6 +8,7 @@ calls the original one unless a mixer runs under context parallelism in this thr
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -610,7 +611,13 @@ def _in_front(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        mixer = running_mixer()
+        current = running_mixer()
+        # A non-reentrant checkpoint inside of a mixer recomputes the call in backward, where no mixer runs any more.
+        then, documents = checkpoint.batch_state(routed, lambda: (current, current and current.documents))
+        mixer: RunningMixer | None = current
+        if current is None and then is not None:
+            mixer = copy.copy(then)
+            mixer.documents = documents
         if mixer is None:
             if not is_compiling() and (watch := watching.top) is not None:
                 watch.inspect_recurrence(name, (*args, *kwargs.values()))
