@@ -194,6 +194,7 @@ class SplitCache:
         """Keep these rows of the batch, in this order (beam search). ``index`` is the same on every rank."""
         self._kv = [x.index_select(0, index) for x in self._kv]
         self._shown = None if self._shown is None else self._shown.index_select(0, index)
+        self._ends = None if self._ends is None else (self._ends[0][index], self._ends[1][index])
 
     def show(self, mask: Tensor) -> None:
         """Replace the padding mask of the cache by ``mask [B, length]``, the same on every rank: 1 on tokens, 0 on

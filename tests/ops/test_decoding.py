@@ -262,6 +262,25 @@ def test_the_last_token_of_each_row_is_before_its_padding(ranks: Any, layout: st
 
 
 @on_ranks
+def ends_of_selected_rows(layout: str, rows: list[int]) -> list[int]:
+    """The last tokens of rows that were selected after the prompt: 9, 5 and 0 before."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), layout)
+    mask, index = torch.ones(3, 12, dtype=torch.int64), torch.tensor(rows)
+    mask[0, 10:] = mask[1, 6:] = mask[2, 1:] = 0
+    cache, keys = SplitCache(handler.mesh, layout=layout), torch.zeros(3, 2, 6, 4)
+    cache.fill(keys, keys, attention_mask=handler.dispatch(mask))
+    cache.select_rows(index)
+    at = handler.dispatch(torch.arange(12).expand(len(rows), -1))
+    return cache.last_token(at).flatten().tolist()
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 0, 2], [2]])
+def test_the_last_tokens_are_those_of_the_rows_that_were_selected(ranks: Any, rows: list[int]) -> None:
+    for layout in ("contiguous", "head_tail"):
+        assert ranks(2, ends_of_selected_rows, layout, rows) == [[[9, 5, 0][row] for row in rows]] * 2
+
+
+@on_ranks
 def in_a_styled_module() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     alone = split_cp_mesh(mesh).cp(1)
