@@ -414,6 +414,37 @@ def test_warm_up_is_dense(ranks: Any) -> None:
     check(ranks(1, indexer_errors, "deepseek_v32", False))
 
 
+@on_ranks
+def in_half_precision(kind: str) -> tuple[float, float]:
+    """The errors of losses and gradients of bf16 weights, to those of one device in fp64. All keys are selected."""
+    from hyper_cp.integrations.transformers import indexer_losses
+
+    model, batch, style = made(kind, index_topk=LENGTH).bfloat16(), batch_of("padded"), ContextParallel(**MODES["ring"])
+    one, tokens = copy.deepcopy(model).double(), batch["attention_mask"]
+    want = sum(x * tokens for x in losses_alone(one, batch))
+    want.sum().backward()  # type: ignore[union-attr]
+    prepare_model(model, cp_mesh(), style=style)
+    handler = ContextParallelHandler(cp_mesh(), style)
+    local = prepare_batch(handler, batch)
+    with indexer_losses() as losses:
+        model(**{k: x for k, x in local.items() if "labels" not in k and "num_items" not in k})
+    mine = torch.stack(losses).sum(0)
+    (mine * handler.dispatch(tokens, seq_dim=1)).sum().backward()
+    names = [name for name, p in one.named_parameters() if p.grad is not None]
+    found = sum_over_ranks(*(model.get_parameter(name).grad.double().flatten() for name in names))
+    right = torch.cat([one.get_parameter(name).grad.flatten() for name in names])
+    losses_of_all = handler.combine(mine.detach(), 1) * tokens
+    return relative_error(losses_of_all, want.detach()), relative_error(torch.cat(found), right)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "dots3_note_text"])
+def test_indexers_are_trained_in_half_precision(ranks: Any, kind: str) -> None:
+    """Also one that scores in fp32 (dots3)."""
+    for loss, gradients_of in ranks(2, in_half_precision, kind):
+        assert loss < 0.05
+        assert gradients_of < 0.05
+
+
 def prepared(mesh: DeviceMesh, heads: DeviceMesh | None = None) -> Any:
     """A model in fp32 on a mesh; its attention shares out heads over ``heads``."""
     model = made("deepseek_v32").float()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from ..._torch import checkpoint
 from ..._torch.compiling import is_compiling
@@ -81,7 +82,8 @@ class IndexerLosses:
         self._check_heads(call.name, q.shape[1], cast(int, module.num_heads))
         keys = k if call.weight is None else (k[:, 0], v, *call.of_latents)
         of_index = replace(scored.call, selected=call.selected)
-        loss = loss_of(scored.of, (q, keys, lse), cp, scored.mode, of_index, call.scale, self.heads_mesh)
+        of, (q, keys) = _in_one_dtype(scored.of, (q, keys))
+        loss = loss_of(of, (q, keys, lse), cp, scored.mode, of_index, call.scale, self.heads_mesh)
         if not checkpoint.in_recompute():
             self.found.append(loss)
         beside: Tensor = _Beside.apply(out, *module.indexer.parameters())  # type: ignore[union-attr]
@@ -96,6 +98,15 @@ class IndexerLosses:
                 "The loss of an indexer is that of the weights of all heads, summed over the tensor-parallel ranks "
                 'that share them out. Pass the mesh of these, indexer_losses(heads_mesh=world["tp"])'
             )
+
+
+def _in_one_dtype(of: tuple[Tensor, ...], attended: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The indexer's tensors and attention's in the wider of two dtypes: dots3 scores in fp32 what attention has in
+    half precision."""
+    wide = torch.promote_types(of[0].dtype, attended[0].dtype)
+    with torch.no_grad():  # what the scores are compared with
+        attended = tree_map_only(Tensor, lambda x: x.to(wide), attended)
+    return tree_map_only(Tensor, lambda x: x.to(wide), of), attended
 
 
 class _Beside(torch.autograd.Function):
