@@ -432,6 +432,43 @@ def test_verify(ranks: Any, family: str) -> None:
         assert ok, report
 
 
+@on_ranks
+def without_prepare_batch(family: str) -> dict[str, bool]:
+    """On a mesh of one rank a batch that has not been through prepare_batch runs as it did: of an odd length, padded,
+    without a cache. The layout is one of an even length."""
+    one, batch, found = made(family).eval(), batch_of(family, "padded"), {}
+    model, _ = prepared(one, **MODES["ring"])
+    given = {"input_ids": batch["input_ids"][:, :-1], "attention_mask": batch["attention_mask"][:, :-1]}
+    for name, x in {"padded": given, "plain": {"input_ids": given["input_ids"]}}.items():
+        with InDouble():
+            a, b = (m(**x, use_cache=False).logits for m in (one, model))
+            c, d = (m.generate(**x, use_cache=False, max_new_tokens=3, do_sample=False) for m in (one, model))
+        found |= {f"{name}: logits": torch.equal(a, b), f"{name}: tokens": torch.equal(c, d)}
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_as_they_are_on_one_rank(ranks: Any, family: str) -> None:
+    ((found),) = ranks(1, without_prepare_batch, family)
+    assert all(found.values()), found
+    assert len(found) == 4
+
+
+@on_ranks
+def without_position_ids(family: str, mode: str) -> float:
+    """The error of the logits of shares that prepare_batch has not made, and that have no position ids."""
+    one, ids = made(family).eval(), batch_of(family, "plain")["input_ids"][:, :44]
+    model, handler = prepared(one, **MODES[mode])
+    with InDouble(), LowestFirst(), torch.no_grad():
+        want = one(ids, use_cache=False).logits
+        return relative_error(handler.combine(model(handler.dispatch(ids), use_cache=False).logits), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shares_without_position_ids(ranks: Any, family: str) -> None:
+    assert max(ranks(2, without_position_ids, family, "ring")) < 1e-9
+
+
 class OwnIndexer(hf.models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Indexer):
     """An indexer of a user's, whose forward context parallelism would replace."""
 

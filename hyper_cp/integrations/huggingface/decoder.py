@@ -118,8 +118,8 @@ class DecoderHook:
         self.own: list[nn.Module] = []
         """Attention modules of users, which have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
-        """True for a decoder with indexers. Its selections are those of one rank of many on one rank, too: without a
-        cache it does not run as it did before it was prepared."""
+        """True for a decoder with indexers. The selections of a batch of ``prepare_batch`` are those of one rank of many
+        on one rank, too: without a cache it does not run as it did before it was prepared."""
         self.hides_padding = holds(decoder, selected_pools.is_indexer)
         """True for a decoder whose queries select among tokens only, also those of padding behind those of a row."""
         self.adds_mask = holds(decoder, inkling.has_profiles)
@@ -319,7 +319,8 @@ class DecoderHook:
         know of documents or padding, or keeps its largest logits."""
         plain = all(x is None for x in documents) and (ready is None or ready.plain)
         keeps = mesh.mode.max_logits and torch.is_grad_enabled()
-        selects = self.selects and not any(kwargs.get(name) for name in ("use_cache", *CACHES))
+        cached = any(kwargs.get(name) for name in ("use_cache", *CACHES))
+        selects = self.selects and not cached and (ready is not None or collecting() is not None)
         return not mesh.parallel and plain and not (keeps or selects)
 
     def _check_implementation(self, module: Any) -> None:
