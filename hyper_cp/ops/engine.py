@@ -339,7 +339,7 @@ def attention_op(
 
     with no_autocast(q.device.type), operation(work.cp, "attention", "forward"):
         if given.selected is not None and nans.watch.selected:
-            check_selected(work.cp, plan, given.selected, options.block)
+            check_selected(work.cp, plan, given.selected, options.block, work.band, work.lengths[1])
         check_nans_if_enabled(work.cp, options, "query, key, value", q, k, v)
         # Its first moves leave before the tails of queries.
         keys = Travel(ring, plan.transfers, k, v, wire=options.wire)

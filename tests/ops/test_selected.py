@@ -453,3 +453,33 @@ def listed(fault: str) -> str:
 def test_debug_finds_listed_keys_that_are_not_seen(ranks: Any, fault: str) -> None:
     for message in ranks(2, listed, fault):
         assert message[:51] == ("selected of rank 1 lists keys that 1 of its queries" if fault else "")
+
+
+@on_ranks
+def local_listed(block: int, fault: str) -> str:
+    """The error for local blocks, of which documents hide some; with a fault, one on the last rank is another one."""
+    case = AttentionCase(48, True, kv_heads=1, heads=2, kv_exchange="needed", layout="head_tail")
+    mesh, at = attention_case.cp_mesh(), case.positions(48)
+    q, k, weights = (x[:, :, at] for x in indexer_inputs(48, True))
+    modes: dict[str, Any] = {"kv_exchange": "needed", "layout": "head_tail", "mesh": mesh}
+    modes["documents"] = [[0, 7, 17, 48], [0, 25, 39, 48]]
+    chosen = select_keys(q, k, weights, topk=5, block=block, local_blocks=3, **modes)
+    if mesh.get_local_rank() == mesh.size() - 1 and fault:
+        here = int(at[-1]) // block
+        chosen[0, 0, -1, 0] = {"future": here + 1, "end": -(-48 // block), "twice": int(chosen[0, 0, -1, 1])}[fault]
+    nans.watch.selected = True
+    try:
+        attention(q, k, k, is_causal=True, enable_gqa=True, selected=chosen, block=block, **modes)
+    except ValueError as error:
+        return str(error)
+    finally:
+        nans.watch.selected = False
+    return ""
+
+
+@pytest.mark.parametrize("block", [1, 3, 5])
+def test_debug_takes_local_keys_and_blocks_that_are_hidden(ranks: Any, block: int) -> None:
+    """And finds those in the future, past the end, or twice among them."""
+    for fault in ("", "future", "end", "twice"):
+        for message in ranks(2, local_listed, block, fault):
+            assert message[:51] == ("selected of rank 1 lists keys that 1 of its queries" if fault else ""), message
