@@ -188,6 +188,9 @@ def generate_with(
         )
     cache = cache_in(kwargs)
     kwargs = {name: x for name, x in kwargs.items() if name not in CACHES}
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.is_floating_point() and mask.ndim == 2:
+        kwargs["attention_mask"] = (mask != 0).long()  # as models on one device take it
     compare_prompts(handler, input_ids, kwargs)
     cache = SplitModelCache(handler, model) if cache is None else cache
     todo = "Pass the one that generate(..., return_dict_in_generate=True) has returned, or leave it out"

@@ -96,6 +96,26 @@ def test_greedy_tokens_are_those_of_one_device(ranks: Any, world: int, layout: s
         assert all(error <= (1e-5 if "v32" in name else 1e-9) for name, (_, error) in found.items()), found
 
 
+@on_ranks
+def with_mask_of(dtype: torch.dtype) -> float:
+    """The error of logits with padding masks of another dtype, also in a further turn."""
+    one, (model, handler), ids = model_of("llama"), prepared("llama"), tokens(LENGTH)
+    mask, errors, cache = left_padded()["attention_mask"], [], {}
+    more = {"return_dict_in_generate": True, "output_logits": True}
+    for _ in range(2):
+        got = generated(model, handler, ids, attention_mask=mask.to(dtype), **more, **cache)
+        want = generated(one, None, ids, attention_mask=mask, **more)
+        errors += [relative_error(a, b) for a, b in zip(got.logits, want.logits, strict=True)]
+        ids, cache = torch.cat([got.sequences, tokens(5)], 1), {"past_key_values": got.past_key_values}
+        mask = torch.nn.functional.pad(mask, (0, NEW + 5), value=1)
+    return max(errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
+def test_masks_of_other_dtypes(ranks: Any, dtype: torch.dtype) -> None:
+    assert max(ranks(2, with_mask_of, dtype)) < 1e-9
+
+
 # --------------------------------------------------------------------------- options of generate
 
 
