@@ -118,8 +118,8 @@ class DecoderHook:
         self.own: list[nn.Module] = []
         """Attention modules of users, which have to call attention in the first forward."""
         self.selects = sparse.selects(decoder)
-        """True for a decoder with indexers. The selections of a batch of ``prepare_batch`` are those of one rank of many
-        on one rank, too: without a cache it does not run as it did before it was prepared."""
+        """True for a decoder with indexers. On one rank the selections of a batch of ``prepare_batch`` are those of one
+        rank of many, too: without a cache it does not run as it did before it was prepared."""
         self.hides_padding = holds(decoder, selected_pools.is_indexer)
         """True for a decoder whose queries select among tokens only, also those of padding behind those of a row."""
         self.adds_mask = holds(decoder, inkling.has_profiles)

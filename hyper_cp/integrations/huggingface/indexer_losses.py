@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from ..._torch import checkpoint
 from ..._torch.compiling import is_compiling
@@ -80,10 +79,11 @@ class IndexerLosses:
                 "without indexer_losses"
             )
         self._check_heads(call.name, q.shape[1], cast(int, module.num_heads))
-        keys = k if call.weight is None else (k[:, 0], v, *call.of_latents)
+        keys = (k,) if call.weight is None else (k[:, 0], v, *call.of_latents)
+        index, (q, *keys) = _in_one_dtype(scored.of, (q, *keys))  # type: ignore[assignment]
+        attended = q, keys[0] if call.weight is None else keys, lse
         of_index = replace(scored.call, selected=call.selected)
-        of, (q, keys) = _in_one_dtype(scored.of, (q, keys))
-        loss = loss_of(of, (q, keys, lse), cp, scored.mode, of_index, call.scale, self.heads_mesh)
+        loss = loss_of(index, attended, cp, scored.mode, of_index, call.scale, self.heads_mesh)
         if not checkpoint.in_recompute():
             self.found.append(loss)
         beside: Tensor = _Beside.apply(out, *module.indexer.parameters())  # type: ignore[union-attr]
@@ -100,13 +100,13 @@ class IndexerLosses:
             )
 
 
-def _in_one_dtype(of: tuple[Tensor, ...], attended: tuple[Any, ...]) -> tuple[Any, Any]:
+def _in_one_dtype(of: tuple[Tensor, ...], attended: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
     """The indexer's tensors and attention's in the wider of two dtypes: dots3 scores in fp32 what attention has in
     half precision."""
     wide = torch.promote_types(of[0].dtype, attended[0].dtype)
     with torch.no_grad():  # what the scores are compared with
-        attended = tree_map_only(Tensor, lambda x: x.to(wide), attended)
-    return tree_map_only(Tensor, lambda x: x.to(wide), of), attended
+        attended = tuple(x.to(wide) for x in attended)
+    return tuple(x.to(wide) for x in of), attended
 
 
 class _Beside(torch.autograd.Function):
