@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch import checkpoint, flex_patch
 from ._torch.compiling import is_compiling
 from ._torch.modes import past_modes
+from ._torch.modules import running_modules
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .mesh import batch_state
@@ -446,6 +449,8 @@ class _Routing(DispatchMode):
             # The result of `x += 1` is x, which must still be the buffer.
             return out if is_compiling() else self.buffers.get(id(out), out)
         self.check_checkpoint("attention")
+        if self.sharded and self.call.mesh.parallel and not is_compiling():
+            self.refuse_broadcast()
         call = self.call
         call.documents = call.mesh.views[0].batch.documents_of_call("attention in a context_parallel block")
         if self.packed and call.documents is None and not is_compiling():
@@ -460,6 +465,20 @@ class _Routing(DispatchMode):
             )
         call.must_route = call.mesh.parallel or call.engine_only
         return super().__torch_function__(func, types, args, kwargs)
+
+    def refuse_broadcast(self) -> None:
+        """Raise ``ValueError`` in a model whose DDP has broadcast a buffer of the block, of which ranks have shares."""
+        for module in running_modules():
+            if not isinstance(module, DistributedDataParallel) or not module.will_sync_module_buffers():
+                continue
+            together = {*get_process_group_ranks(module.process_group)} & {*self.call.mesh.mesh.mesh.flatten().tolist()}
+            split = [name for name, buffer in module.module.named_buffers() if id(buffer) in self.shares]
+            if split and len(together) > 1:
+                raise ValueError(
+                    f"DistributedDataParallel broadcasts the buffers of its model at every forward, and {split[0]!r} "
+                    "is a buffer of this context_parallel block: each rank has got the share of another one. Pass "
+                    "DistributedDataParallel(..., broadcast_buffers=False)"
+                )
 
     def check_checkpoint(self, what: str) -> None:
         """Raise ``NotImplementedError`` in a reentrant checkpoint (torch's or other code's), and ``RuntimeError`` in a

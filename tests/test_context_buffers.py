@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from hyper_cp import context_parallel
 from hyper_cp.mesh import comm
 from tests.harness.attention_case import cp_mesh
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import error_of, on_ranks
 
 
 def views() -> tuple[Tensor, Tensor, Tensor]:
@@ -117,3 +120,44 @@ def test_two_written_views_come_back_together_or_not_at_all(ranks: Any) -> None:
     assert ranks(2, both_written, True) == ["", ""]
     for told in ranks(2, both_written, False):
         assert "share memory, and were written" in told and "pass clones" in told
+
+
+class Table(nn.Module):
+    """Attention over tokens with positions of a table, which is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+        self.register_buffer("table", torch.arange(16, dtype=torch.float64).view(16, 1).expand(16, 8).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y[:, None] for y in self.qkv(x + self.table).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@on_ranks
+def under_ddp(broadcasts: bool, of_cp: bool) -> tuple[str, float]:
+    """The error of a forward in a block whose buffer is one of a model under DDP over the cp ranks, or over others; and
+    how much the table has changed."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    model = Table()
+    wrapped = DistributedDataParallel(
+        model, process_group=world["cp" if of_cp else "dp"].get_group(), broadcast_buffers=broadcasts
+    )
+    x, before = torch.ones(1, 16, 8, dtype=torch.float64), model.table.clone()
+
+    def forward() -> None:
+        with context_parallel(world["cp"], buffers=[x, model.table], buffer_seq_dims=[1, 0]):
+            wrapped(x)
+
+    return error_of(forward), (model.table - before).abs().max().item()
+
+
+def test_ddp_that_broadcasts_a_buffer_of_a_block_is_refused(ranks: Any) -> None:
+    """Rank 0's positions were those of all ranks, and remained in the table: weights were 57 % off."""
+    for error, changed in ranks(4, under_ddp, True, True):
+        assert error.startswith("ValueError: DistributedDataParallel broadcasts the buffers") and "'table'" in error
+        assert changed == 0
+    for options in ((False, True), (True, False)):
+        assert ranks(4, under_ddp, *options) == [("", 0.0)] * 4

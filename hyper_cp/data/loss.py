@@ -263,7 +263,7 @@ def _of_classes(losses: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     of_tokens = labels.masked_fill(ignored, 0).double()
     sums = of_tokens.sum(-1)
     one = (sums - 1).abs() < 0.02
-    one |= (sums > 0) & (sums < 1) if labels.is_floating_point() else False
+    one |= (sums > 0) & (sums < 1) if labels.is_floating_point() and labels.ndim > 2 else False
     within = (of_tokens >= 0).all() & (of_tokens <= 1).all() & (one | (sums == 0)).all() & one.any()
     return within & (losses < 0).any()
 

@@ -410,6 +410,11 @@ def makes_mask(model: nn.Module) -> bool:
     return "attention_mask = torch.ones_like(input_ids)" in source_of(type(model).forward)
 
 
+def masks_outputs(model: nn.Module) -> bool:
+    """True if a model sets its outputs of padding to zero, by the mask that it is given (ColPali)."""
+    return "embeddings * attention_mask" in source_of(type(model).forward)
+
+
 def sees_behind(decoder: Any) -> bool:
     """True for an encoder, whose tokens see those behind them: its padding sees the tokens of its row."""
     source = source_of(type(decoder).forward)

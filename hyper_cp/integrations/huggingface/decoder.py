@@ -127,7 +127,7 @@ class DecoderHook:
         """True where padding that sees no token has the mean of all values on one device, as by an added mask."""
         self.cross = cross_attention(decoder)
         self.made_mask = False
-        """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
+        """True while a model runs that makes a mask around this decoder, or reads one itself (BLIP-2, ColPali)."""
         self.around: Callable[[], nn.Module | None] = lambda: None
         """The model around this decoder, which has hooks of its own."""
         self.two: SourceTargetHook | None = None
@@ -341,8 +341,8 @@ class DecoderHook:
         kwargs: dict[str, Any],
     ) -> None:
         """Check the arguments of a forward over shares, and what was put into the model since the last one."""
-        if self.made_mask:
-            kwargs.pop("attention_mask", None)
+        if self.made_mask and isinstance(kwargs.get("attention_mask"), Tensor):  # and no request of a model between
+            del kwargs["attention_mask"]
         self._check_arguments(args, kwargs)
         if mesh.parallel:
             check_dropped_layers(self.dropping)

@@ -11,7 +11,7 @@ from transformers.masking_utils import create_masks_for_generate
 from ...data.packing import take_documents
 from . import forward, router_loss
 from .batch import TOKEN_TYPES, check_entries, prepare_batch
-from .checks import always_overlays, check_inputs, decoder_of, makes_mask, masks_by_types
+from .checks import always_overlays, check_inputs, decoder_of, makes_mask, masks_by_types, masks_outputs
 from .decoder import ON_THE_HOST, DecoderHook, as_one_device, tokens_in
 from .decoding import SplitModelCache
 from .forward import OneDevice
@@ -79,6 +79,9 @@ class HeadHook:
                 made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
             if not alone and not ready.token_types and always_overlays(model) and kwargs.get("attention_mask") is None:
                 made["attention_mask"] = create_masks_for_generate(model.config, tokens, None, None)
+        counted = None if ready is None or alone or tokens is None else ready.counted
+        if counted is not None and kwargs.get("attention_mask") is None and masks_outputs(model):
+            made["attention_mask"], self.decoder.made_mask = counted.to(tokens.device, torch.int64), True
         if alone:
             made = {**as_one_device(ready, tokens, kwargs), **made}
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
