@@ -98,10 +98,20 @@ class DynamicStep:
         Args:
             samples: tensors ``[length, ...]`` of all samples of the plan, in its order, or by their place in it; those
                 of other steps are not read, and may be missing. A rank without a micro-batch needs any one.
+            pad_value: the value of padding; -100 for labels.
+
+        Raises:
+            ValueError: for other lengths than the planned ones; for samples that hold -100, as labels do, and padding
+                of another value, which would count.
         """
-        m = self.micro_batch
+        m, given = self.micro_batch, [*(samples.values() if isinstance(samples, Mapping) else samples)]
+        if pad_value != -100 and any(not x.is_floating_point() and bool((x == -100).any()) for x in given):
+            raise ValueError(
+                f"samples hold -100, as labels that do not count do, and pad_value={pad_value}. Padding would be a "
+                "label that counts. Pass pad_value=-100"
+            )
         if m is None:
-            like = next(iter(samples.values() if isinstance(samples, Mapping) else samples))
+            like = given[0]
             return like.new_full((1, _IDLE_TOKENS, *like.shape[1:]), pad_value)
         own = [samples[i] for i in m.samples]
         if (lengths := tuple(len(x) for x in own)) != m.lengths:

@@ -61,7 +61,8 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
     Note:
         The module runs once for each chunk, in forward and again in backward. Side effects happen in every run: an
         attribute that it writes holds the value of the last chunk, a counter counts every chunk twice, a list that it
-        appends to gets an entry for each run, and hooks of inner modules see chunks. Auxiliary losses that it stores
+        appends to gets an entry for each run, hooks of inner modules see chunks, and a weight that it makes anew in
+        each run (spectral norm) differs from chunk to chunk. Auxiliary losses that it stores
         (of a router, for example) have no gradient. Tile a module without side effects.
 
         Backward runs the module and its children in the mode (``train()`` or ``eval()``) of their forward. Other

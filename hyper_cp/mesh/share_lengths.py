@@ -22,7 +22,7 @@ class ShareLengths:
         """The layouts in which handlers have split shares of each length; none if one was attended only."""
         self._last = ""
         """The layout of the last split."""
-        self._warned = self._warned_of_whole = self._warned_of_layout = False
+        self._warned = self._warned_of_whole = self._warned_of_layout = self._warned_of_ranks = False
         """True once a call with a few positions more or less than a share has been warned of."""
 
     def record(self, length: int, layout: str | None = None) -> None:
@@ -103,9 +103,22 @@ class ShareLengths:
         self.refuse_whole(split, length)
 
     def refuse_other_ranks(self, split: Split, length: int, ranks: int, of_this_mesh: bool) -> None:
-        """Raise ``ValueError`` if a call has got the share of a batch that was split over more or fewer ranks."""
-        other = split.share == length and length * ranks != split.padded
-        if other and (of_this_mesh or not self._layouts.get(length)):
+        """Raise ``ValueError`` if a call has got the share of a batch that was split over more or fewer ranks; warn,
+        once, where it may be the share of another batch."""
+        if split.share != length or length * ranks == split.padded:
+            return
+        if not of_this_mesh and self._layouts.get(length):
+            if not self._warned_of_ranks:
+                self._warned_of_ranks = True
+                warnings.warn(
+                    f"attention runs over {ranks} ranks, and has got as many positions on each, {length}, as the share "
+                    f"of the batch in whose block it is called, which was split over {split.ranks}. If these are its "
+                    "tokens, positions would be wrong: let all models that get them (a reference, a teacher) run on "
+                    "the mesh of the block (context_parallel_mesh). If they are the share of another batch, ignore the "
+                    "warning",
+                    stacklevel=8,
+                )
+        else:
             raise ValueError(
                 f"attention runs over {ranks} rank{'s' * (ranks > 1)}, and this batch of {split.padded} positions was "
                 f"split over {split.ranks}. Positions would be wrong. Make the handler of the mesh that the model runs "

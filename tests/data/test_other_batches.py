@@ -131,6 +131,29 @@ def test_a_handler_of_another_mesh_than_the_model_is_refused(ranks: Any) -> None
     ranks(4, other_mesh, "all")
 
 
+@on_ranks
+def reference_of_another_mesh() -> list[int]:
+    """Warnings of a model that has stayed on its mesh, where shares of this length are known, in two blocks of a batch
+    of another mesh."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    style, found = ContextParallel(2, 1, 1), []
+    module, own = model_and_batch(style, ContextParallelHandler(cp_mesh(), style))
+    handler = ContextParallelHandler(world["cp"], style)
+    batch = handler.get_batch_on_this_cp_rank({"x": own["x"].repeat(1, 1, 2, 1)}, {"x": 2})
+    assert batch["x"].shape == own["x"].shape
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught, handler.documents(batch):
+            warnings.simplefilter("always")
+            module(batch["x"], batch["x"], batch["x"])
+        found.append(sum("let all models that get them (a reference" in str(w.message) for w in caught))
+    return found
+
+
+def test_a_reference_on_another_mesh_than_the_batch_is_warned_of(ranks: Any) -> None:
+    """It was refused where its mesh knew no share of that length, and else took the tokens for others."""
+    assert ranks(4, reference_of_another_mesh) == [[1, 0]] * 4
+
+
 class Projected(nn.Module):
     """Attention of two heads over the hidden states that it is given."""
 
