@@ -6,7 +6,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,9 @@ def tiled(module: nn.Module, chunks: int, *, seq_dim: int = 1) -> nn.Module:
         each run (spectral norm) differs from chunk to chunk. Auxiliary losses that it stores
         (of a router, for example) have no gradient. Tile a module without side effects.
 
+        Random numbers in compiled code are found by the names of functions that the module calls or keeps (dropout,
+        rand, bernoulli ...). Do not tile a module there that draws otherwise, as in a custom ``autograd.Function``.
+
         Backward runs the module and its children in the mode (``train()`` or ``eval()``) of their forward. Other
         attributes that they read must be in backward what they were in forward: a number that a schedule changes in
         between, such as the ``p`` of a dropout, would change gradients.
@@ -116,15 +119,22 @@ def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int 
     if isinstance(function, (list, tuple, dict)) and depth > 0:
         kept = function.values() if isinstance(function, dict) else function
         return any(_calls(module, x, names, depth - 1) for x in kept)
-    made = inspect.unwrap(function.func if isinstance(function, partial) else function)
-    if callable(made) and names.search(getattr(made, "__name__", "")):
-        return True
-    if not inspect.isroutine(made) and callable(made) and not isinstance(made, (type, nn.Module)):
+    made = function.func if isinstance(function, partial) else function
+    if callable(made) and not isinstance(made, (type, nn.Module)) and not inspect.isroutine(made):
         made = type(made).__call__  # of an object
+    if not inspect.isroutine(made):
+        return False
+    made = inspect.unwrap(made)
+    if names.search(getattr(made, "__name__", "")):
+        return True
     if not inspect.isfunction(made) or depth == 0:
         return False
     called = names_in(made.__code__) - set(dict(module.named_children()))  # these are known by their types
-    closure = inspect.getclosurevars(made).nonlocals if made.__closure__ else {}
+    closure: dict[str, Any] = {}
+    for name, cell in zip(made.__code__.co_freevars, made.__closure__ or (), strict=False):
+        with suppress(ValueError):  # an empty one
+            closure[name] = cell.cell_contents
+    called |= {*closure}
     files = [x for name in called if inspect.ismodule(x := made.__globals__.get(name))]
     places = [vars(module), made.__globals__, closure, *(vars(file) for file in files)]
     inner = (x for name in called for x in (getattr(type(module), name, None), *(place.get(name) for place in places)))

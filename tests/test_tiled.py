@@ -377,6 +377,23 @@ class PathDropped(nn.Linear):
         return dropped(x, 0.5)
 
 
+def closed(function: Any) -> nn.Module:
+    """A module whose forward calls a function that only its closure has."""
+
+    class Closed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    return Closed()
+
+
+class Anything:
+    """Answers to every name, as some configurations do."""
+
+    def __getattr__(self, name: str) -> Anything:
+        return self
+
+
 class Dropping:
     """An object that is called as a function is."""
 
@@ -409,7 +426,9 @@ def test_modules_that_draw_are_known_by_what_they_call() -> None:
     several.function = [F.gelu, {"drop": F.dropout}]
     of_object = Keeping(Dropping())
     with_draws = (PathDropped(4, 4), kept, part, of_code, several, of_object, Masked())
-    without = (nn.Dropout(), MLP(), nn.Linear(4, 4), Keeping(F.normalize))
+    reading = Keeping(Anything())
+    with_draws = (*with_draws, closed(F.dropout))
+    without = (nn.Dropout(), MLP(), nn.Linear(4, 4), Keeping(F.normalize), closed(F.gelu), reading)
     for module in (*with_draws, *without):  # nn.Dropout draws in training only, which is known when it runs
         assert tiled(module, 2).forward.draws == (module in with_draws), module
 

@@ -118,24 +118,24 @@ def refuse_other_split(handler: Shares, batch: LocalBatch) -> None:
 
 
 def _is_joined(batch: Any) -> bool:
-    """True if a share of one row has become a batch of several that differ."""
-    at, ids, share = batch.get("position_ids"), _ids_of(batch), batch.padded_length // max(1, batch.ranks)
+    """True if a share of one row has become a batch of several that differ. (The documents of a row that is repeated
+    are right for all.)"""
+    at, share = batch.get("position_ids"), batch.padded_length // max(1, batch.ranks)
     if max(batch.form.rows, default=0) != 1 or not share:
         return False
 
     def grown(x: Any) -> bool:  # not features of tokens, which may be as many, and not codebooks of one row
-        whole = isinstance(x, Tensor) and x.ndim > 0 and not x.is_floating_point()
-        return whole and x.shape[-1] == share < x.numel() and len(x) > 1
+        if not isinstance(x, Tensor) or x.ndim < 2 or len(x) == 1:
+            return False
+        return share in x.shape[1:] if x.is_floating_point() else x.shape[-1] == share
 
-    others = [x for name, x in batch.items() if name != "position_ids" and isinstance(x, Tensor) and share in x.shape]
-    # Positions may have several axes.
-    known = ids if grown(ids) else at if grown(at) and any(len(x) == len(at) for x in others) else None
-    if known is None:
-        return False
-    number = known.numel() // share
-    rows = [x.reshape(number, -1) for x in (at, *others) if grown(x) and x.numel() == known.numel()]
-    rows += [x.reshape(number, -1) for x in others if x.is_floating_point() and len(x) == number]
-    return not all(bool((x == x[0]).all()) for x in rows)  # the documents of a row that is repeated are right for all
+    tokens = next((x for name in TOKENS if isinstance(x := batch.get(name), Tensor)), None)
+    others = [x for name, x in batch.items() if name != "position_ids" and grown(x)]
+    if tokens is None and grown(at) and any(len(x) == len(at) for x in others):  # positions may have several axes
+        rows = [at, *(x for x in others if not x.is_floating_point() and x.numel() == at.numel())]
+    else:
+        rows = [tokens] if grown(tokens) else []
+    return not all(bool((x == x[:1]).all()) for x in rows)
 
 
 def _ids_of(entries: Mapping[Any, Any]) -> Tensor | None:

@@ -63,7 +63,8 @@ def _refuse_second_count(batches: Any, accumulate: int) -> None:
             f"accumulate={accumulate} reads that many micro-batches ahead, and this loader belongs to an Accelerator "
             f"with gradient_accumulation_steps={steps}, which steps once its loader has ended. It would step after "
             "each micro-batch of the last group. Give the Accelerator "
-            f"GradientAccumulationPlugin(num_steps={steps}, sync_with_dataloader=False), or leave "
+            f"GradientAccumulationPlugin(num_steps={steps}, sync_with_dataloader=False), and multiply the loss by "
+            "batch.weight * accelerator.gradient_accumulation_steps, by which accelerator.backward divides; or leave "
             "accelerator.accumulate out and step when batch.last is True"
         )
 

@@ -206,7 +206,9 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
         text = _SHARE_OF_MEMORY if keys in batch.lengths.made else ""
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT
-    elif not known and (0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths)):
+    elif not known and (
+        0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths and keys % queries)
+    ):
         text = _OWN_KEYS
     else:
         return

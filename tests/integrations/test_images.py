@@ -168,6 +168,22 @@ def test_images_are_exact_on_three_ranks(ranks: Any) -> None:
 
 
 @on_ranks
+def copied(kind: str) -> float:
+    """The error of the logits of a copy of a prepared model."""
+    model = tiny(kind)
+    batch = batch_of(model)
+    labels, seen = labels_of(batch), batch["attention_mask"].bool()
+    made, handler = prepared(model, **GATHER)
+    whole, (_, want) = step(copy.deepcopy(made), handler, batch, labels), on_one_device(model, batch, labels)
+    return relative_error(whole[seen], want[seen])
+
+
+def test_copies_of_prepared_models_are_exact(ranks: Any) -> None:
+    """They could not be copied: the hook of the images kept a signature."""
+    assert max(ranks(2, copied, "qwen2_5_vl")) <= 1e-9
+
+
+@on_ranks
 def padded(kind: str) -> list[float]:
     """The errors with padding at both ends of a row, and between tokens. Labels count on the first token behind it,
     which padding predicts."""

@@ -272,10 +272,33 @@ def test_decoders_that_are_encoders(ranks: Any, layout: str) -> None:
 # --------------------------------------------------------------------------- vectors of tokens
 
 
+def col_bert() -> Any:
+    """A class of a user's around BERT, as ColBERT's."""
+    import transformers as hf
+    from transformers.modeling_outputs import ModelOutput
+
+    class Vectors(hf.BertPreTrainedModel):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.bert, self.linear = hf.BertModel(config, add_pooling_layer=False), torch.nn.Linear(32, 12)
+            self.post_init()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+            hidden = self.linear(self.bert(input_ids, attention_mask=attention_mask, **kwargs)[0])
+            if attention_mask is not None:
+                hidden = hidden * attention_mask.unsqueeze(2)
+            return ModelOutput(embeddings=hidden)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return random_model(Vectors, hf.BertConfig(vocab_size=64, max_position_embeddings=64, **sizes))
+
+
 def late_interaction(kind: str) -> Any:
     """A small model that returns a vector of each token (ColPali and its kind)."""
     import transformers as hf
 
+    if kind == "colbert":
+        return col_bert()
     text = {**SMALL, "num_hidden_layers": 2, "pad_token_id": 0}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 16, "patch_size": 4}
@@ -319,7 +342,22 @@ def token_vectors(kind: str, side: str, length: int) -> float:
     return max(absolute_error(a, b) for a, b in [(found, want), *grads])
 
 
-@pytest.mark.parametrize("kind", ["colpali", "colmodernvbert"])
+@on_ranks
+def rows_are_read() -> str:
+    """The error of a model that is known to read rows of its states."""
+    model = tiny_causal("llama")
+    model.__class__ = type("JevForDecision", (type(model),), {})
+    return error_of(lambda: prepared(model))
+
+
+def test_models_that_read_rows_of_their_states_are_refused(ranks: Any) -> None:
+    for found in ranks(2, rows_are_read):
+        assert found.startswith("NotImplementedError: JevForDecision reads rows of its states by their positions"), (
+            found
+        )
+
+
+@pytest.mark.parametrize("kind", ["colpali", "colmodernvbert", "colbert"])
 def test_vectors_of_padding_are_zero_as_on_one_device(ranks: Any, kind: str) -> None:
     """Padding kept its vectors, and losses of similarities were 15 % off, gradients up to 270 %."""
     for side, length in (("right", 22), ("left", 24), ("right", 23)):

@@ -49,6 +49,8 @@ POOLED = re.compile(
     r"|ForQuestionAnswering"
 )
 """Names of heads that pool over the sequence, or have a softmax over its positions."""
+READS_ROWS = ("ChineseCLIPModel", "JevForDecision")
+"""Models that take a few rows of the states of text: the first one, or those of marks in the prompt."""
 OVER_POSITIONS = re.compile("ForQuestionAnswering")
 """Names of the latter."""
 EAGER = "eager_attention_forward"
@@ -105,6 +107,11 @@ def check_model(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 def _check_stacks(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Refuse an encoder-decoder whose two sequences cannot be split."""
+    if stacks_of(model) is not None and masks_outputs(model):
+        raise NotImplementedError(
+            f"{type(model).__name__} multiplies the states of its encoder, of which each rank has a share, by the mask "
+            "of the whole source. Put ContextParallel styles on its attention modules with parallelize_module"
+        )
     if (decoder.config.is_encoder_decoder or model.config.is_encoder_decoder) and stacks_of(model) is None:
         inside = getattr(model, "language_model", None)
         if isinstance(inside, PreTrainedModel) and stacks_of(inside) is not None:  # BLIP-2 with T5
@@ -126,6 +133,11 @@ def _check_stacks(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 def _check_pools(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Refuse a model that makes one row of the sequence, unless its head is known to."""
+    if type(model).__name__ in READS_ROWS:
+        raise NotImplementedError(
+            f"{type(model).__name__} reads rows of its states by their positions in the whole sequence, and each rank "
+            "has a share. Prepare the model inside, gather its output with handler.combine(hidden, 1), and read that"
+        )
     pools = has_head(model, POOLED)
     inside = {*decoder.modules()}
     heads = [x for x in model.children() if inside.isdisjoint(x.modules())]
@@ -412,7 +424,10 @@ def makes_mask(model: nn.Module) -> bool:
 
 def masks_outputs(model: nn.Module) -> bool:
     """True if a model sets its outputs of padding to zero, by the mask that it is given (ColPali)."""
-    return "embeddings * attention_mask" in source_of(type(model).forward)
+    return _MASKS.search(source_of(type(model).forward)) is not None
+
+
+_MASKS = re.compile(r"(\*|masked_fill\(|where\()\s*~?attention_mask[.\[]")
 
 
 def sees_behind(decoder: Any) -> bool:

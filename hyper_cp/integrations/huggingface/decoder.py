@@ -45,7 +45,7 @@ from .forward import ForwardState, OneDevice, mixer_state
 from .forward_batch import BatchReader
 from .indexer_losses import collecting
 from .latents import NAME, prepare_latents
-from .masks import request_masks
+from .masks import adds_mask, request_masks
 from .modules import (
     LightningHooks,
     direct_attention,
@@ -122,7 +122,7 @@ class DecoderHook:
         rank of many, too: without a cache it does not run as it did before it was prepared."""
         self.hides_padding = holds(decoder, selected_pools.is_indexer)
         """True for a decoder whose queries select among tokens only, also those of padding behind those of a row."""
-        self.adds_mask = holds(decoder, inkling.has_profiles)
+        self.adds_mask = holds(decoder, inkling.has_profiles) or holds(decoder, adds_mask)
         self.selects_blocks = holds(decoder, selected_blocks.is_indexer)
         """True where padding that sees no token has the mean of all values on one device, as by an added mask."""
         self.cross = cross_attention(decoder)

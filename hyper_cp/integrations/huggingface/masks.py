@@ -203,6 +203,11 @@ def request_masks(decoder: nn.Module) -> None:
 _METHOD = "_prepare_decoder_attention_mask"
 
 
+def adds_mask(kind: type) -> bool:
+    """True for modules that make a finite mask, which is added to scores by any implementation (Kosmos 2)."""
+    return hasattr(kind, _METHOD)
+
+
 def _requested(name: str, make: Any, *args: Any, **kwargs: Any) -> Any:
     state = running()
     return make(*args, **kwargs) if isinstance(state, OneDevice) else MaskRequest(name, None, state)
