@@ -202,8 +202,11 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
     layout, layouts = style.mode.layout, batch.lengths.layouts_of(keys)
     more, known = keys - queries, style.cross_attention or request.masked
     in_block = batch.in_block or bool(batch.of_buffers)
-    if style.mode.kv_exchange == "replicated":
-        text = _SHARE_OF_MEMORY if keys in batch.lengths.made else ""
+    replicated = style.mode.kv_exchange == "replicated"
+    if replicated and keys in batch.lengths.made:
+        text = _SHARE_OF_MEMORY
+    elif replicated:
+        return
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT
     elif not known and (
@@ -212,15 +215,9 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
         text = _OWN_KEYS
     else:
         return
-    if text:
-        call.binding.warned = True
-        given = {
-            "name": call.binding.name,
-            "ranks": call.mesh.views[0].size,
-            "layout": layout,
-            "split": sorted(layouts),
-        }
-        warnings.warn(text.format(queries=queries, keys=keys, **given), stacklevel=4)
+    call.binding.warned = True
+    given = {"queries": queries, "keys": keys, "layout": layout, "split": " and ".join(map(repr, sorted(layouts)))}
+    warnings.warn(text.format(name=call.binding.name, ranks=call.mesh.views[0].size, **given), stacklevel=4)
 
 
 _OWN_KEYS = (

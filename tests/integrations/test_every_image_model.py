@@ -67,7 +67,7 @@ def verdict(kind: str) -> tuple[str, str, str]:
     """The outcome for a model type, the reason, and what was tried."""
     import transformers
 
-    from hyper_cp.integrations.huggingface.checks import MEDIA
+    from hyper_cp.integrations.huggingface.batch import MEDIA
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     try:

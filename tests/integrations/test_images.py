@@ -545,7 +545,7 @@ def media_of(model: Any, kinds: str) -> dict[str, Any]:
 @on_ranks
 def sharded(kind: str, first: str, second: str) -> float:
     """Two data-parallel groups, the first with media of some kinds, the second with those of others, or with none."""
-    from hyper_cp.integrations.huggingface.checks import MEDIA
+    from hyper_cp.integrations.huggingface.batch import MEDIA
 
     size = dist.get_world_size()
     world = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))

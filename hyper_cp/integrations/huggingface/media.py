@@ -243,7 +243,7 @@ class MediaHook:
         self.binding, self.model = binding, model
         self.fields = fields_read(owner)
         self.norms = [module for module in encoders_in(owner) if isinstance(module, OF_ALL_ITEMS)]
-        self.parameters = {*inspect.signature(owner.forward).parameters}
+        self.parameters = [*inspect.signature(owner.forward).parameters]
         self.known = {x for kind in METHODS for x in (*_entries(owner, kind), CROPS) if x in self.parameters}
         self.own: dict[str, Any] = {}
         """In a forward: what the module itself had, if anything, where methods over all ranks are now."""
