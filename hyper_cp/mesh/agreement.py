@@ -326,7 +326,8 @@ class Agreement:
     def _absence(self, missing: list[int], purpose: str, waited: float) -> str:
         return (
             f"{purpose}, but ranks {missing} (global ranks {[self.ranks[r] for r in missing]}) have not come to "
-            f"compare theirs in {waited:.0f} seconds. Their call hangs, has raised an error, or they make other calls "
+            f"compare theirs in {waited:.0f} seconds. Their call hangs, has raised an error, is compiled (where this "
+            "rank has met torch._dynamo.config.recompile_limit, and runs it in eager mode), or they make other calls "
             f"than this rank. Look for their first error. {_SAME_CALLS}"
         )
 
