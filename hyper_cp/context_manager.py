@@ -477,7 +477,7 @@ class _Routing(DispatchMode):
                 raise ValueError(
                     f"DistributedDataParallel broadcasts the buffers of its model at every forward, and {split[0]!r} "
                     "is a buffer of this context_parallel block: each rank has got the share of another one. Pass "
-                    "DistributedDataParallel(..., broadcast_buffers=False)"
+                    "DistributedDataParallel(..., broadcast_buffers=False), or forward_sync_buffers=False (torch 2.13)"
                 )
 
     def check_checkpoint(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -101,17 +102,11 @@ class DynamicStep:
             pad_value: the value of padding; -100 for labels.
 
         Raises:
-            ValueError: for other lengths than the planned ones; for samples that hold -100, as labels do, and padding
-                of another value, which would count.
+            ValueError: for other lengths than the planned ones.
         """
-        m, given = self.micro_batch, [*(samples.values() if isinstance(samples, Mapping) else samples)]
-        if pad_value != -100 and any(not x.is_floating_point() and bool((x == -100).any()) for x in given):
-            raise ValueError(
-                f"samples hold -100, as labels that do not count do, and pad_value={pad_value}. Padding would be a "
-                "label that counts. Pass pad_value=-100"
-            )
+        m = self.micro_batch
         if m is None:
-            like = given[0]
+            like = next(iter(samples.values() if isinstance(samples, Mapping) else samples))
             return like.new_full((1, _IDLE_TOKENS, *like.shape[1:]), pad_value)
         own = [samples[i] for i in m.samples]
         if (lengths := tuple(len(x) for x in own)) != m.lengths:
@@ -119,6 +114,12 @@ class DynamicStep:
                 f"samples {list(m.samples)} have {list(lengths)} tokens, and were planned with {list(m.lengths)}. The "
                 "degree and the documents of a step are those of the planned lengths. Pass one tensor for each length "
                 "that the plan was made of, in the same order"
+            )
+        if pad_value != -100 and any(x.dtype == torch.int64 and bool((x == -100).any()) for x in own):
+            warnings.warn(
+                f"samples hold -100, as labels that do not count do, and pad_value={pad_value}: padding would be a "
+                "label that counts. Pass pad_value=-100 for labels",
+                stacklevel=2,
             )
         rest = own[0].new_full((m.length - sum(lengths), *own[0].shape[1:]), pad_value)
         return torch.cat([*own, rest]).unsqueeze(0)

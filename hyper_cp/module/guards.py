@@ -154,21 +154,24 @@ def _mixing_call(
     caller = running[0] if running else None
     if row.activations and caller is None:
         return None
-    known, call = _warned.setdefault(running[-1], set()) if running else set(), (type(caller), func.__name__)
-    if call in known and not row.refused:
+    known = _known.setdefault(running[-1], set()) if running else set()
+    call, exempted = (type(caller), func.__name__), (id(caller), func.__name__)
+    if not known.isdisjoint((call, exempted)) and not row.refused:
         return None
-    known.add(call)
     model = find_model()
     name = model.names.get(id(caller), "") if model else ""
     if model is not None and model.allows(name):
+        known.add(exempted)
         return None
+    known.add(call)
     x: Tensor = args[0] if args else kwargs["input"]
     who = f"module {name!r} ({type(caller).__name__}) calls {func.__name__}" if model else f"{func.__name__} is called"
     return row, name, f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence"
 
 
-_warned: WeakKeyDictionary[nn.Module, set[tuple[type, str]]] = WeakKeyDictionary()
-"""Functions that mix positions, and the types of modules that call them, by model."""
+_known: WeakKeyDictionary[nn.Module, set[tuple[type | int, str]]] = WeakKeyDictionary()
+"""Functions that mix positions, with the types of modules that have been warned of them, or a module that is exempted,
+by model."""
 _OF_MASKS = "transformers.masking_utils"
 """It finds packed documents by the positions of a share, of which the warnings of packed batches tell."""
 

@@ -209,9 +209,7 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
         return
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT
-    elif not known and (
-        0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths and keys % queries)
-    ):
+    elif not known and (0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths)):
         text = _OWN_KEYS
     else:
         return

@@ -259,6 +259,11 @@ def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
     leaves: dict[str, Tensor] = {}
 
     def copied(name: Any, x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {key: copied(key, y) for key, y in x.items()}
+        if isinstance(x, (list, tuple)):
+            parts = [copied(i, y) for i, y in enumerate(x)]
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
         if not isinstance(x, Tensor):
             return x
         wanted = x.requires_grad or (name in TOKENS and x.is_floating_point())
@@ -267,11 +272,7 @@ def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
             leaves[f"batch[{name!r}]"] = x.requires_grad_()
         return x
 
-    if isinstance(batch, Mapping):
-        return {name: copied(name, x) for name, x in batch.items()}, leaves
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(copied(i, x) for i, x in enumerate(batch)), leaves
-    return batch, leaves
+    return (copied("", batch) if isinstance(batch, (Mapping, list, tuple)) else batch), leaves
 
 
 def _read(handler: ContextParallelHandler, batch: Any) -> Any:
@@ -388,8 +389,8 @@ def _buckets(grads: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _reduced(grads: Mapping[str, Tensor], mesh: DeviceMesh, average: bool) -> dict[str, Tensor]:
-    flat = torch.cat([x.flatten() for x in grads.values()])
-    total = by_rank(mesh, flat).cpu().double().sum(0)
+    flat = torch.cat([(x.to_dense() if x.is_sparse else x).flatten() for x in grads.values()])
+    total = by_rank(mesh, flat).cpu().to(torch.complex128 if flat.is_complex() else torch.float64).sum(0)
     total = total / mesh.size() if average else total
     parts = total.to(flat.dtype).split([x.numel() for x in grads.values()])
     return {name: part.view(x.shape) for (name, x), part in zip(grads.items(), parts, strict=True)}

@@ -343,18 +343,27 @@ def token_vectors(kind: str, side: str, length: int) -> float:
 
 
 @on_ranks
-def rows_are_read() -> str:
-    """The error of a model that is known to read rows of its states."""
-    model = tiny_causal("llama")
-    model.__class__ = type("JevForDecision", (type(model),), {})
-    return error_of(lambda: prepared(model))
+def rows_are_read() -> list[str]:
+    """The errors of a model that is known to read rows of its states, and of a class that pools them by its mask."""
+    from transformers import LlamaForCausalLM
+
+    class Pooling(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+            hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs)[0]
+            return (hidden * attention_mask.unsqueeze(2)).sum(1) / attention_mask.sum(1, keepdim=True)
+
+    found = []
+    for kind in (type("JevForDecision", (LlamaForCausalLM,), {}), Pooling):
+        model = tiny_causal("llama")
+        model.__class__ = kind
+        found.append(error_of(lambda model=model: prepared(model)))
+    return found
 
 
 def test_models_that_read_rows_of_their_states_are_refused(ranks: Any) -> None:
-    for found in ranks(2, rows_are_read):
-        assert found.startswith("NotImplementedError: JevForDecision reads rows of its states by their positions"), (
-            found
-        )
+    for of_rows, pools in ranks(2, rows_are_read):
+        for name, found in (("JevForDecision", of_rows), ("Pooling", pools)):
+            assert found.startswith(f"NotImplementedError: {name} reads rows of its states by their positions"), found
 
 
 @pytest.mark.parametrize("kind", ["colpali", "colmodernvbert", "colbert"])

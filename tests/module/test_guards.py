@@ -557,6 +557,33 @@ def test_functions_along_the_share_are_warned_of(ranks: Any, block: bool) -> Non
             assert counts == [int(not name.startswith("right")), 0], (name, counts)
 
 
+@on_ranks
+def one_of_two(block: bool) -> list[int]:
+    """Warnings of two forwards of a model with two modules of a type, of which the first one is exempted."""
+    found, style = [], ContextParallel(1, 2, 1, None, allow=("first",))
+    model = nn.ModuleDict({name: ByHand(lambda x: x.mean(1)) for name in ("first", "second")})
+    model["layer"] = Windows(0)
+    model.forward = lambda x: model["second"](model["first"](model["layer"](x)))  # type: ignore[method-assign]
+    if not block:
+        parallelize_module(model, cp_mesh(), {"layer": style})
+    for _ in range(2):
+        x = torch.zeros(1, 16, 8)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if block:
+                with context_parallel(cp_mesh(), buffers=[x], buffer_seq_dims=[1], allow=("first",)):
+                    model(x)
+            else:
+                model(x[:, :8])
+        found.append(sum("module 'second' (ByHand) calls mean" in str(w.message) for w in caught))
+    return found
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["plan", "block"])
+def test_a_module_that_is_exempted_exempts_no_other(ranks: Any, block: bool) -> None:
+    assert ranks(2, one_of_two, block) == [[1, 0]] * 2
+
+
 class _Bias(torch.autograd.Function):
     """Adds a bias, whose gradient is a sum over positions."""
 

@@ -26,7 +26,7 @@ from hyper_cp import (
 )
 from hyper_cp.mesh.comm import record_traffic
 from hyper_cp.module.mixing import mixing
-from hyper_cp.ops import SAVE_LIST, windows
+from hyper_cp.ops import SAVE_LIST, linear_recurrence, windows
 from tests.harness import mixer
 from tests.harness.kernels import chunk_kda as kda_kernel
 from tests.harness.ranks import Ranks, error_of, on_ranks, sum_over_ranks
@@ -264,26 +264,30 @@ class OnlyRenamed(nn.Module):
         return kda_kernel(*gates)
 
 
+def gates(x: Tensor) -> tuple[Tensor, ...]:
+    """Arguments of a recurrence that sums up along the sequence."""
+    ones = torch.ones_like(x[:, :, None, :1])
+    return ones, ones, x[:, :, None], x.new_zeros(1)
+
+
 class RWKV(nn.Module):
-    """A token shift by the library's function, once it has a mesh."""
+    """A sum along the sequence by the library's function, once it has a mesh."""
 
     mesh: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh is None:
-            return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
-        return windows(x, [1], mesh=self.mesh)[:, :, 0]
+        return x.cumsum(1) if self.mesh is None else linear_recurrence(*gates(x), mesh=self.mesh)[:, :, 0]
 
 
 class LinearAttention(RWKV):
     """The same by the file of the function, in a helper."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return shifted(x, self.mesh) if self.mesh is not None else super().forward(x)
+        return summed(x, self.mesh) if self.mesh is not None else super().forward(x)
 
 
-def shifted(x: Tensor, mesh: Any) -> Tensor:
-    return ops.windows(x, [1], mesh=mesh)[:, :, 0]
+def summed(x: Tensor, mesh: Any) -> Tensor:
+    return ops.linear_recurrence(*gates(x), mesh=mesh)[:, :, 0]
 
 
 class RetNet(RWKV):
@@ -292,9 +296,18 @@ class RetNet(RWKV):
     def forward(self, x: Tensor) -> Tensor:
         if self.mesh is None:
             return super().forward(x)
-        from hyper_cp.ops import windows as ours
+        from hyper_cp.ops import linear_recurrence as ours
 
-        return ours(x, [1], mesh=self.mesh)[:, :, 0]
+        return ours(*gates(x), mesh=self.mesh)[:, :, 0]
+
+
+class ShortConv(RWKV):
+    """A module that is named after a convolution, of two tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return windows(x, [1], mesh=self.mesh)[:, :, 0]
 
 
 class Hyena(nn.Module):
@@ -309,8 +322,15 @@ class Hyena(nn.Module):
 
 
 class RWKVByHand(nn.Module):
+    """A recurrence of its own, behind a token shift by the library's function."""
+
+    mesh: Any = None
+
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        shifted, found = windows(x, [1], mesh=self.mesh)[:, :, 0], [torch.zeros_like(x[:, 0])]
+        for t in range(x.shape[1]):
+            found.append(0.5 * found[-1] + shifted[:, t])
+        return torch.stack(found[1:], 1)
 
 
 class AttendsTo(nn.Module):
@@ -323,7 +343,7 @@ def named_after_recurrences() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     style = ContextParallel(qkv_indices=None, ulysses_degree=1)
     found: dict[str, Any] = {}
-    for kind in (RWKV, LinearAttention, RetNet, Hyena):
+    for kind in (RWKV, LinearAttention, RetNet, Hyena, ShortConv):
         model = nn.Sequential(AttendsTo(), kind())
         want = model(inputs())
         for module in model.modules():

@@ -341,7 +341,8 @@ class DecoderHook:
         kwargs: dict[str, Any],
     ) -> None:
         """Check the arguments of a forward over shares, and what was put into the model since the last one."""
-        if self.made_mask and isinstance(kwargs.get("attention_mask"), Tensor):  # and no request of a model between
+        made = kwargs.get("attention_mask")
+        if self.made_mask and isinstance(made, Tensor) and made.ndim == 2:  # no mask or request of a model between
             del kwargs["attention_mask"]
         self._check_arguments(args, kwargs)
         if mesh.parallel:

@@ -69,7 +69,7 @@ class PooledHook:
             pooler.register_forward_pre_hook(_gather)
         decoder.register_forward_hook(self.after)
         model.register_forward_pre_hook(self.refuse_share, with_kwargs=True)
-        model.register_forward_hook(self.share)
+        model.register_forward_hook(self.share_losses)
 
     @_on_the_host
     def refuse_share(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class PooledHook:
         return output
 
     @_on_the_host
-    def share(self, model: nn.Module, args: Any, output: Any) -> Any:
+    def share_losses(self, model: nn.Module, args: Any, output: Any) -> Any:
         """The output of the model with this rank's share of its losses, which every rank has computed whole."""
         batch, self.batch = self.batch, None
         if batch is not None and not isinstance(output, Mapping):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -410,21 +411,25 @@ def _names(kind: type[nn.Module]) -> Iterator[tuple[dict[str, Any], set[str]]]:
 
 
 def calls_library(kind: type[nn.Module]) -> bool:
-    """True if a method of a type of module calls a function of the library that runs along the whole sequence."""
+    """True if a method of a type of module calls the library's recurrence, or its convolution or windows if it is named
+    after a convolution: what runs over all ranks in place of its own."""
     if kind not in _calls_library:
-        _calls_library[kind] = any(_uses(names, used) for names, used in _names(kind))
+        ours = (linear_recurrence, causal_conv1d, windows)[: 3 if _CONVOLUTION.search(kind.__name__) else 1]
+        _calls_library[kind] = any(_uses(names, used, ours) for names, used in _names(kind))
     return _calls_library[kind]
+
+
+_CONVOLUTION = re.compile("Hyena|ShortConv")
 
 
 _calls_library: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-def _uses(names: dict[str, Any], used: set[str]) -> bool:
-    """True if code with these globals, which uses these names, calls such a function, also by its file."""
+def _uses(names: dict[str, Any], used: set[str], ours: tuple[Any, ...]) -> bool:
+    """True if code with these globals, which uses these names, calls one of these functions, also by its file."""
     values = [names.get(name) for name in used]
     files = [x.__name__ for x in values if isinstance(x, ModuleType)]
     of_library = any(file.partition(".")[0] == LIBRARY for file in (*used, *files))  # it may import what it calls
-    ours = (linear_recurrence, causal_conv1d, windows)
     return any(any(x is f for x in values) or (of_library and f.__name__ in used) for f in ours)
 
 
