@@ -120,6 +120,8 @@ def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int 
         kept = function.values() if isinstance(function, dict) else function
         return any(_calls(module, x, names, depth - 1) for x in kept)
     made = function.func if isinstance(function, partial) else function
+    if names.search(str(getattr(made, "__name__", ""))):
+        return True
     if callable(made) and not isinstance(made, (type, nn.Module)) and not inspect.isroutine(made):
         made = type(made).__call__  # of an object
     if not inspect.isroutine(made):

@@ -431,8 +431,9 @@ class FirstForward(EnteredMode):
     def _warn_of_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
         batch = binding.active.views[0].batch
-        lengths, (rows, _) = self._shares() | batch.lengths.made, batch.rows_and_share
-        if found := _mixing_call(func, args, kwargs, lengths, {rows} if rows else set(), lambda: self.model):
+        lengths, (of_block, _) = self._shares() | batch.lengths.made, batch.rows_and_share
+        rows = {b.rows or 0 for b in self.model.styled.values() if b.ran} | {of_block}
+        if found := _mixing_call(func, args, kwargs, lengths, rows - {0}, lambda: self.model):
             row, name, what = found
             _warn_of_mixing(row, what, f"ContextParallel(allow=({name!r},))")
 

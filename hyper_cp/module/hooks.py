@@ -98,7 +98,9 @@ class AttentionHooks:
         qkv, call.outputs = self.binding.local(given, seq, head, call.mesh)
         if not style.use_local_output:
             call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
-        cp = call.mesh.view(*self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq]))
+        cp = call.mesh.view(
+            *self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq], len(qkv[0]))
+        )
         if cp.size > 1:
             refuse_forward_mode(self.name, *qkv)
         agree(cp, Call(documents=call.documents, name=self.name), style.mode, *qkv)

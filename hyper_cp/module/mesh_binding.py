@@ -124,6 +124,8 @@ class Binding:
         """Heads of q and k in the last call, before they are split over ranks of the cp mesh."""
         self.positions: int | None = None
         """Positions of q in the last call, before it is exchanged: this rank's share of the sequence."""
+        self.rows: int | None = None
+        """Rows of the batch of q in the last call."""
         self.ran = False
         """True once a call has begun (compiled calls do not count)."""
         self.applied: tuple[weakref.ref[nn.Module], int] | None = None
@@ -192,11 +194,11 @@ class Binding:
             )
         return mesh
 
-    def record(self, q_heads: int, kv_heads: int, positions: int) -> tuple[int, int]:
-        """Record the heads and the positions of a call; returns the heads. Another mesh is checked against the heads
-        before it is used."""
+    def record(self, q_heads: int, kv_heads: int, positions: int, rows: int) -> tuple[int, int]:
+        """Record the heads, the positions and the rows of the batch of a call; returns the heads. Another mesh is
+        checked against the heads before it is used."""
         if not is_compiling():
-            self.heads, self.positions = (q_heads, kv_heads), positions
+            self.heads, self.positions, self.rows = (q_heads, kv_heads), positions, rows
         return q_heads, kv_heads
 
     def active_documents(self, given: Tensor | None = None) -> Tensor | None:

@@ -159,7 +159,10 @@ class Held:
         """Return what a module holds; without parameters that require a gradient if it has been ``trained``: the
         comparison refuses those that its result depends on."""
         plain, tensors = _held(module, trained)
-        real = (type(x) in (Tensor, nn.Parameter, nn.Buffer) and not x.is_meta for x in tensors)
+        real = (
+            type(x) in (Tensor, nn.Parameter, nn.Buffer) and not x.is_meta and x.layout == torch.strided
+            for x in tensors
+        )
         copies = [x.detach().clone() if has else None for x, has in zip(tensors, real, strict=True)]
         return cls(plain, [(x, writes(x), copy) for x, copy in zip(tensors, copies, strict=True)])
 

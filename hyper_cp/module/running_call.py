@@ -107,7 +107,7 @@ def routed_attention(call: RunningCall, request: AttentionRequest) -> Any:
         _warn_of_keys(call, request)
         (q, k, v), outputs = binding.local([q, k, v], 2, 1, call.mesh)
         kv = q if options.weight is not None else k  # latents become as many heads as queries have
-        sizes = (q.shape[1], kv.shape[1], q.shape[2]) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1)
+        sizes = (q.shape[1], kv.shape[1], q.shape[2], len(q)) if q.ndim == 4 and k.ndim == 4 else (1, 1, 1, 1)
         cp = call.mesh.view(*binding.record(*sizes))
     else:
         cp = exchanged.cp

@@ -43,7 +43,7 @@ class Tolerance:
         """
         if local.numel() == 0:
             return 0.0, 0.0
-        if not local.is_floating_point():
+        if not local.is_floating_point() and not local.is_complex():
             allowed = 3 * distance(alone, exact) if exact is not None and exact.shape == alone.shape else 0.0
             return distance(local, alone), allowed
         if exact is not None and exact.shape == alone.shape:

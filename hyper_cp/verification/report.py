@@ -109,7 +109,15 @@ class Report:
         if self.ok:
             worst = max((row for row in compared if row.status == EQUAL), key=_excess, default=None)
             most = f"; the largest error is {worst.error:.1e} ({worst.title})" if worst is not None else ""
-            lines.append(f"OK: {len(compared)} of {len(self.rows)} tensors were compared and agree{most}.")
+            inside = sum(row.status == INTERNAL for row in self.rows)
+            agree = f"{len(compared) - inside} of {len(self.rows)} tensors were compared and agree"
+            lines.append(f"OK: {agree}{most}.")
+            if inside:
+                lines.append(
+                    f"{inside} tensors (~) differ inside modules whose outputs agree. Weights that are zero now, as "
+                    "gates and projections at the start of a training may be, hide differences: verify again after "
+                    "some steps, or with other weights."
+                )
             if len(compared) < len(self.rows) / 2:
                 lines.append("Most tensors could not be compared: their shapes do not follow from the sequence.")
         elif self.first is not None:

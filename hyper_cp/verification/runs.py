@@ -370,7 +370,7 @@ def _local_gradient(x: Tensor) -> Tensor:
     if isinstance(grad, DTensor):  # sequence parallelism leaves sums over tp to be made when they are read
         made = [Replicate() if isinstance(p, Partial) else p for p in grad.placements]
         grad = grad.redistribute(placements=made).to_local()
-    return grad.detach()
+    return grad.detach().to_dense() if grad.is_sparse else grad.detach()
 
 
 def _buckets(grads: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -389,7 +389,7 @@ def _buckets(grads: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _reduced(grads: Mapping[str, Tensor], mesh: DeviceMesh, average: bool) -> dict[str, Tensor]:
-    flat = torch.cat([(x.to_dense() if x.is_sparse else x).flatten() for x in grads.values()])
+    flat = torch.cat([x.flatten() for x in grads.values()])
     total = by_rank(mesh, flat).cpu().to(torch.complex128 if flat.is_complex() else torch.float64).sum(0)
     total = total / mesh.size() if average else total
     parts = total.to(flat.dtype).split([x.numel() for x in grads.values()])

@@ -335,6 +335,70 @@ def test_other_forms_of_use(ranks: Any) -> None:
     assert not here["ranks"][0] and here["ranks"][2] == "ranks", here["ranks"][3]
 
 
+class Phases(nn.Module):
+    """Turns pairs of features by complex numbers that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(
+            torch.polar(torch.ones(8, dtype=torch.float64), torch.arange(8, dtype=torch.float64))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * self.phases).flatten(
+            -2
+        )
+
+
+@on_ranks
+def gates_of_zeros() -> list[str]:
+    """Texts of reports of positions that are counted locally in front of a gate of zeros, and behind a step."""
+    mesh, found = cp_mesh(), []
+    model = styled(mesh, "local rope")
+    weights = [(x, x.detach().clone()) for x in (model.blocks[1].attention.wo.weight, model.head.weight)]
+    for gate in (0.0, 1.0):
+        with torch.no_grad():
+            for x, whole in weights:
+                x.copy_(gate * whole)
+        found.append(str(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn)))
+    return found
+
+
+def test_differences_that_zeros_hide_are_told(ranks: Any) -> None:
+    """The report said that all tensors agree."""
+    for hidden, seen in ranks(2, gates_of_zeros):
+        assert "tensors (~) differ inside modules whose outputs agree" in hidden and "DIFFERENT" in seen, (hidden, seen)
+
+
+@on_ranks
+def kinds_of_values() -> dict[str, Summary]:
+    """Reports of right steps: a complex parameter, sparse gradients, and a batch of batches for half precision."""
+    mesh, found = cp_mesh(), {}
+    model = styled(mesh)
+    model.blocks[0].extra = Phases()
+    found["complex"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn))
+    model = styled(mesh)
+    model.embed.sparse = True
+    found["sparse"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn))
+    model, batch = styled(mesh).bfloat16(), {"text": whole_batch(), "weights": [torch.ones(2, dtype=torch.bfloat16)]}
+
+    def weighted(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
+        (weights,) = batch["weights"]
+        dtype = next(model.parameters()).dtype
+        assert weights.dtype == dtype
+        return planted.loss_fn(model, batch["text"], handler) * weights.mean()
+
+    found["nested"] = summary(verify(model, mesh, batch, loss_fn=weighted))
+    return found
+
+
+def test_kinds_of_values_in_right_steps(ranks: Any) -> None:
+    """A right step was called wrong (complex), or verify ended in errors of PyTorch."""
+    for found in ranks(2, kinds_of_values):
+        for name, (ok, *_, text, _) in found.items():
+            assert ok, (name, text)
+
+
 class ReturnsLoss(nn.Module):
     """A frozen model that returns its loss, which positions within a share hardly change."""
 
