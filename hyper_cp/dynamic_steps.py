@@ -26,6 +26,7 @@ from .schedule.layout import by_documents
 
 _IDLE_TOKENS = 8
 """Tokens of a step in which a rank has no micro-batch."""
+_OF_LABELS = (torch.int32, torch.int64)
 
 
 @dataclass(eq=False)
@@ -115,7 +116,7 @@ class DynamicStep:
                 "degree and the documents of a step are those of the planned lengths. Pass one tensor for each length "
                 "that the plan was made of, in the same order"
             )
-        if pad_value != -100 and any(x.dtype == torch.int64 and bool((x == -100).any()) for x in own):
+        if pad_value != -100 and any(x.dtype in _OF_LABELS and bool((x == -100).any()) for x in own):
             warnings.warn(
                 f"samples hold -100, as labels that do not count do, and pad_value={pad_value}: padding would be a "
                 "label that counts. Pass pad_value=-100 for labels",

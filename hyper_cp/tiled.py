@@ -120,14 +120,14 @@ def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int 
         kept = function.values() if isinstance(function, dict) else function
         return any(_calls(module, x, names, depth - 1) for x in kept)
     made = function.func if isinstance(function, partial) else function
-    if names.search(str(getattr(made, "__name__", ""))):
+    if names.search(_name_of(made)):
         return True
     if callable(made) and not isinstance(made, (type, nn.Module)) and not inspect.isroutine(made):
         made = type(made).__call__  # of an object
     if not inspect.isroutine(made):
         return False
     made = inspect.unwrap(made)
-    if names.search(getattr(made, "__name__", "")):
+    if names.search(_name_of(made)):
         return True
     if not inspect.isfunction(made) or depth == 0:
         return False
@@ -141,6 +141,12 @@ def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int 
     places = [vars(module), made.__globals__, closure, *(vars(file) for file in files)]
     inner = (x for name in called for x in (getattr(type(module), name, None), *(place.get(name) for place in places)))
     return bool(names.search(" ".join(called))) or any(_calls(module, x, names, depth - 1) for x in inner)
+
+
+def _name_of(x: Any) -> str:
+    with suppress(Exception):  # configurations may answer to any name, or raise any error
+        return str(x.__name__)
+    return ""
 
 
 class _Tiled:

@@ -546,7 +546,7 @@ def test_labels_are_packed_with_padding_that_does_not_count() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert step.pack(labels, pad_value=-100).tolist() == [[-100, 3, 4, -100]]
-        step.pack([x if x is None else x.int() for x in labels])
+        step.pack([x if x is None else x.short() for x in labels])  # sound, say
 
 
 def test_a_pipeline_is_refused() -> None:

@@ -134,7 +134,7 @@ def _check_stacks(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 def _check_pools(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Refuse a model that makes one row of the sequence, unless its head is known to."""
     source = source_of(type(model).forward) if is_foreign(type(model)) and model is not decoder else ""
-    if type(model).__name__ in READS_ROWS or (_READS_MASK.search(source) and _REDUCES.search(source)):
+    if type(model).__name__ in READS_ROWS or (_MASKS.search(source) and _REDUCES.search(source)):
         raise NotImplementedError(
             f"{type(model).__name__} reads rows of its states by their positions in the whole sequence, and each rank "
             "has a share. Prepare the model inside, gather its output with handler.combine(hidden, 1), and read that"
@@ -424,16 +424,16 @@ def makes_mask(model: nn.Module) -> bool:
 
 
 def masks_outputs(model: nn.Module) -> bool:
-    """True if a model sets its outputs of padding to zero by the mask that it is given (ColPali), or a class of the
-    user's reads it."""
-    source = source_of(type(model).forward)
-    return _MASKS.search(source) is not None or (is_foreign(type(model)) and _READS_MASK.search(source) is not None)
+    """True if a model sets its outputs of padding to zero by the mask that it is given (ColPali)."""
+    return _MASKS.search(source_of(type(model).forward)) is not None
 
 
-_REDUCES = re.compile(r"\.(sum|mean)\((dim=|axis=)?(1|-2)\b")
-_READS_MASK = re.compile(r"(?<!attention_mask=)(?<![\w\"'])attention_mask(?!\s*(:|=(?!=)))(?! is not None)")
-"""A mask that is read, and not only handed on by its name."""
 _MASKS = re.compile(r"(\*|masked_fill\(|where\()\s*~?attention_mask[.\[]")
+_REDUCES = re.compile(
+    r"\.(sum|mean)\((dim=|axis=)?(1|-2)\b|torch\.(sum|mean)\([^\n]*, *(dim=|axis=)?(1|-2)\b|attention_mask\S*\.sum\("
+    r"|einsum|\.(flip|argmax|cumsum)\("
+)
+"""Code that makes a row of several, or finds one."""
 
 
 def sees_behind(decoder: Any) -> bool:

@@ -127,7 +127,9 @@ class DecoderHook:
         """True where padding that sees no token has the mean of all values on one device, as by an added mask."""
         self.cross = cross_attention(decoder)
         self.made_mask = False
-        """True while a model runs that makes a mask around this decoder, or reads one itself (BLIP-2, ColPali)."""
+        """True while a model runs that makes a mask of ones around this decoder (BLIP-2)."""
+        self.given_mask: Tensor | None = None
+        """The share of the padding mask that the model around this decoder was given for its outputs (ColPali)."""
         self.around: Callable[[], nn.Module | None] = lambda: None
         """The model around this decoder, which has hooks of its own."""
         self.two: SourceTargetHook | None = None
@@ -196,7 +198,7 @@ class DecoderHook:
             check_inputs(module, ready.media.entries)
         documents = block, take_documents(kwargs)
         if around is not None and not is_running(around):  # a KeyboardInterrupt ended its forward without its hooks
-            self.given_positions, self.made_mask = None, False
+            self.given_positions, self.made_mask, self.given_mask = None, False, None
         of_caller, self.given_positions = self.given_positions, None
         if self.on_one_device(mesh, documents, ready, kwargs):
             state: forward.State = OneDevice(self.implementation)
@@ -341,9 +343,13 @@ class DecoderHook:
         kwargs: dict[str, Any],
     ) -> None:
         """Check the arguments of a forward over shares, and what was put into the model since the last one."""
-        made = kwargs.get("attention_mask")
-        if self.made_mask and isinstance(made, Tensor) and made.ndim == 2:  # no mask or request of a model between
-            del kwargs["attention_mask"]
+        made, given = kwargs.get("attention_mask"), self.given_mask
+        if isinstance(made, Tensor) and made.ndim == 2:  # no mask or request of a model between
+            handed_on = given is not None and (
+                made is given or (made.shape == given.shape and torch.equal(made, given))
+            )
+            if self.made_mask or handed_on:
+                del kwargs["attention_mask"]
         self._check_arguments(args, kwargs)
         if mesh.parallel:
             check_dropped_layers(self.dropping)

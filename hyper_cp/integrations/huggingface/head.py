@@ -81,7 +81,7 @@ class HeadHook:
                 made["attention_mask"] = create_masks_for_generate(model.config, tokens, None, None)
         counted = None if ready is None or alone or tokens is None else ready.counted
         if counted is not None and kwargs.get("attention_mask") is None and masks_outputs(model):
-            made["attention_mask"], self.decoder.made_mask = counted.to(tokens.device, torch.int64), True
+            made["attention_mask"] = self.decoder.given_mask = counted.to(tokens.device, torch.int64)
         if alone:
             made = {**as_one_device(ready, tokens, kwargs), **made}
         return (args, {**kwargs, **made}) if made or isinstance(cache, SplitModelCache) else None
@@ -117,7 +117,7 @@ class HeadHook:
     def after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the router loss that of the whole sequence."""
         forward.offer(model, None)
-        self.decoder.made_mask = False
+        self.decoder.made_mask, self.decoder.given_mask = False, None
         forward.end(model)
         mesh, cache = self.decoder.binding.active, cache_in(kwargs)
         if isinstance(cache, SplitModelCache):
