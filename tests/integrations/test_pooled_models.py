@@ -353,15 +353,17 @@ def rows_are_read() -> list[str]:
             return (hidden * attention_mask.unsqueeze(2)).sum(1) / attention_mask.sum(1, keepdim=True)
 
     found = []
-    for kind in (type("JevForDecision", (LlamaForCausalLM,), {}), Pooling):
-        model = tiny_causal("llama")
+    classifier = tiny_causal("modernbert", CLASSES)
+    kinds = type("JevForDecision", (LlamaForCausalLM,), {}), Pooling, type("Own", (type(classifier),), {})
+    for kind, model in zip(kinds, (tiny_causal("llama"), tiny_causal("llama"), classifier), strict=True):
         model.__class__ = kind
         found.append(error_of(lambda model=model: prepared(model)))
     return found
 
 
 def test_models_that_read_rows_of_their_states_are_refused(ranks: Any) -> None:
-    for of_rows, pools in ranks(2, rows_are_read):
+    for of_rows, pools, of_library in ranks(2, rows_are_read):
+        assert of_library == ""
         for name, found in (("JevForDecision", of_rows), ("Pooling", pools)):
             assert found.startswith(f"NotImplementedError: {name} reads rows of its states by their positions"), found
 

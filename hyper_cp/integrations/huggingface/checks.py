@@ -133,7 +133,8 @@ def _check_stacks(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
 
 def _check_pools(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Refuse a model that makes one row of the sequence, unless its head is known to."""
-    source = source_of(type(model).forward) if is_foreign(type(model)) and model is not decoder else ""
+    of_user = own_forward(model) is not None and model is not decoder and not has_head(model, POOLED)
+    source = source_of(type(model).forward) if of_user else ""
     if type(model).__name__ in READS_ROWS or (_MASKS.search(source) and _REDUCES.search(source)):
         raise NotImplementedError(
             f"{type(model).__name__} reads rows of its states by their positions in the whole sequence, and each rank "
