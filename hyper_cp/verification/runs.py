@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -259,9 +259,12 @@ def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
     leaves: dict[str, Tensor] = {}
 
     def copied(name: Any, x: Any) -> Any:
-        if isinstance(x, Mapping):
-            return {key: copied(key, y) for key, y in x.items()}
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, MutableMapping):
+            made = copy.copy(x)  # of its own type, which may have attributes
+            for key, y in x.items():
+                made[key] = copied(key, y)
+            return made
+        if type(x) in (list, tuple) or hasattr(x, "_fields"):
             parts = [copied(i, y) for i, y in enumerate(x)]
             return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
         if not isinstance(x, Tensor):
@@ -272,7 +275,9 @@ def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
             leaves[f"batch[{name!r}]"] = x.requires_grad_()
         return x
 
-    return (copied("", batch) if isinstance(batch, (Mapping, list, tuple)) else batch), leaves
+    if isinstance(batch, Mapping):
+        return copied("", dict(batch)), leaves
+    return (copied("", batch) if isinstance(batch, (list, tuple)) else batch), leaves
 
 
 def _read(handler: ContextParallelHandler, batch: Any) -> Any:

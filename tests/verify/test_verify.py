@@ -8,7 +8,7 @@ import random
 import re
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -370,6 +370,17 @@ def test_differences_that_zeros_hide_are_told(ranks: Any) -> None:
         assert "tensors (~) differ inside modules whose outputs agree" in hidden and "DIFFERENT" in seen, (hidden, seen)
 
 
+class Text(dict[str, Any]):
+    """Entries that are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Weights(NamedTuple):
+    rows: Tensor
+
+
 @on_ranks
 def kinds_of_values() -> dict[str, Summary]:
     """Reports of right steps: a complex parameter, sparse gradients, and a batch of batches for half precision."""
@@ -380,13 +391,13 @@ def kinds_of_values() -> dict[str, Summary]:
     model = styled(mesh)
     model.embed.sparse = True
     found["sparse"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn))
-    model, batch = styled(mesh).bfloat16(), {"text": whole_batch(), "weights": [torch.ones(2, dtype=torch.bfloat16)]}
+    weights = Weights(torch.ones(2, dtype=torch.bfloat16))
+    model, batch = styled(mesh).bfloat16(), {"text": Text(whole_batch()), "weights": [weights]}
 
     def weighted(model: nn.Module, batch: Any, handler: ContextParallelHandler) -> Tensor:
         (weights,) = batch["weights"]
-        dtype = next(model.parameters()).dtype
-        assert weights.dtype == dtype
-        return planted.loss_fn(model, batch["text"], handler) * weights.mean()
+        assert weights.rows.dtype == next(model.parameters()).dtype and batch["text"].input_ids.ndim == 2
+        return planted.loss_fn(model, {**batch["text"]}, handler) * weights.rows.mean()
 
     found["nested"] = summary(verify(model, mesh, batch, loss_fn=weighted))
     return found
