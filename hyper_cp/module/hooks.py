@@ -99,7 +99,7 @@ class AttentionHooks:
         if not style.use_local_output:
             call.outputs = call.mesh.cp_dims.outputs(call.outputs, seq, f"{self.name}: q")
         cp = call.mesh.view(
-            *self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq], len(qkv[0]))
+            *self.binding.record(qkv[0].shape[head], qkv[1].shape[head], qkv[0].shape[seq], len(qkv[0]) if seq else 0)
         )
         if cp.size > 1:
             refuse_forward_mode(self.name, *qkv)

@@ -159,7 +159,8 @@ def compare_gradients(parallel: Trace, alone: Trace, exact: Trace | None, tolera
             tolerance, reduced, whole, None if exact is None else exact.gradients.get(name), LEAST_GRADIENT * largest
         )
         if row.status == DIFFERS:
-            a, b = wide(reduced).flatten(), wide(whole).flatten()
+            a, b = (torch.view_as_real(x) if x.is_complex() else x for x in (wide(reduced), wide(whole)))
+            a, b = a.flatten(), b.flatten()
             factor = (a @ b / (b @ b)).item() if bool(b.any()) else 0.0
             fits = Tolerance(max(tolerance.rtol, 1e-3), norms=True).judge(a, factor * b, None)
             row.factor = factor if fits[0] <= fits[1] else None

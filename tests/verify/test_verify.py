@@ -388,6 +388,8 @@ def kinds_of_values() -> dict[str, Summary]:
     model = styled(mesh)
     model.blocks[0].extra = Phases()
     found["complex"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn))
+    wrong = verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn, gradients="sum")
+    assert not wrong.ok and wrong.cause == "factor", str(wrong)
     model = styled(mesh)
     model.embed.sparse = True
     found["sparse"] = summary(verify(model, mesh, whole_batch(), loss_fn=planted.loss_fn))

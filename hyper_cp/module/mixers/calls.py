@@ -419,7 +419,7 @@ def calls_library(kind: type[nn.Module]) -> bool:
     return _calls_library[kind]
 
 
-_CONVOLUTION = re.compile("Hyena|ShortConv")
+_CONVOLUTION = re.compile("Hyena|ShortConv|CMix|ChannelMix")  # RWKV's channel mix shifts tokens only
 
 
 _calls_library: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
