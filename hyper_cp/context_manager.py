@@ -420,6 +420,7 @@ class _Routing(DispatchMode):
         """True if a buffer has positions of packed documents, and no attention call has been warned of them."""
         self.lengths = {s.share.shape[s.dim] for s in sharded if binding.active.parallel}
         """Positions of the shares."""
+        self.rows = {rows for rows, _ in self.call.shares}
         self.attending: set[type[nn.Module]] = set()
         """Modules that have projected something in the block and are named like attention."""
         self.calls_before = 0
@@ -503,7 +504,7 @@ class _Routing(DispatchMode):
 
     def _refuse_mixing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.lengths and self.responsible():
-            refuse_mixing_call(func, args, kwargs, self.call.shares, self.call.binding.style.allow)
+            refuse_mixing_call(func, args, kwargs, self.lengths, self.rows, self.call.binding.style.allow)
 
     def _shared(self, x: Any) -> Any:
         """``x`` with buffers replaced by their shares, in a list or tuple too."""

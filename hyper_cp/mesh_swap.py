@@ -80,9 +80,11 @@ def context_parallel_mesh(
             check_heads(*binding.heads, meshes[style].view(*binding.heads))
     left_meshes = {id(batch): batch for batch in (binding.active.views[0].batch for binding in found)}.values()
 
+    inside = {*model.modules()}
+
     def left() -> tuple[BatchState, str] | None:
-        inside, now = {id(module) for module in model.modules()}, found[0].active.views[0]
-        return (now.batch, str(now)) if any(id(module) in inside for module in running_modules()) else None
+        now = found[0].active.views[0]
+        return None if inside.isdisjoint(running_modules()) else (now.batch, str(now))
 
     for binding in found:
         binding.stack.append(meshes[binding.style])

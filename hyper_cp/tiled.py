@@ -120,15 +120,11 @@ def _calls(module: nn.Module, function: Any, names: re.Pattern[str], depth: int 
         kept = function.values() if isinstance(function, dict) else function
         return any(_calls(module, x, names, depth - 1) for x in kept)
     made = function.func if isinstance(function, partial) else function
+    made = inspect.unwrap(made) if inspect.isroutine(made) else made
     if names.search(_name_of(made)):
         return True
     if callable(made) and not isinstance(made, (type, nn.Module)) and not inspect.isroutine(made):
-        made = type(made).__call__  # of an object
-    if not inspect.isroutine(made):
-        return False
-    made = inspect.unwrap(made)
-    if names.search(_name_of(made)):
-        return True
+        made = inspect.unwrap(type(made).__call__)  # of an object
     if not inspect.isfunction(made) or depth == 0:
         return False
     called = names_in(made.__code__) - set(dict(module.named_children()))  # these are known by their types

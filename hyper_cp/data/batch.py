@@ -129,7 +129,7 @@ def _is_joined(batch: Any) -> bool:
             return False
         return share in x.shape[1:] if x.is_floating_point() else x.shape[-1] == share
 
-    tokens = next((x for name in TOKENS if isinstance(x := batch.get(name), Tensor)), None)
+    tokens = _tokens_of(batch, TOKENS)
     others = [x for name, x in batch.items() if name != "position_ids" and grown(x)]
     if tokens is None and grown(at) and any(len(x) == len(at) for x in others):  # positions may have several axes
         rows = [at, *(x for x in others if not x.is_floating_point() and x.numel() == at.numel())]
@@ -138,9 +138,9 @@ def _is_joined(batch: Any) -> bool:
     return not all(bool((x == x[:1]).all()) for x in rows)
 
 
-def _ids_of(entries: Mapping[Any, Any]) -> Tensor | None:
-    """The tokens of a batch, unless it has their embeddings only."""
-    return next((x for name in TOKENS[:2] if isinstance(x := entries.get(name), Tensor)), None)
+def _tokens_of(entries: Mapping[Any, Any], names: Sequence[str]) -> Tensor | None:
+    """The tokens of a batch, under the first of these names that it has; None if it has none of them."""
+    return next((x for name in names if isinstance(x := entries.get(name), Tensor)), None)
 
 
 def record_table(batch: LocalBatch) -> None:
@@ -555,7 +555,7 @@ def _warn_if_shifted(handler: Shares, entries: Mapping[Any, Any], dim: int, igno
 
     Only the first batch of a mesh is read, since that waits for the device; a loader makes all batches alike.
     """
-    labels, tokens = entries["labels"], _ids_of(entries)
+    labels, tokens = entries["labels"], _tokens_of(entries, TOKENS[:2])
     if handler.cp.batch.batches or is_compiling() or tokens is None or tokens.shape != labels.shape:
         return
     tokens, labels = (x.movedim(dim, -1) for x in (tokens, labels))

@@ -162,7 +162,8 @@ def check_tokens(
     """
     per_token = losses if labels is None else labels
     check_share(cp, per_token)
-    shape, cut = tuple(getattr(losses, "shape", ())), _cut_share(cp, per_token)
+    shape, rows = tuple(getattr(losses, "shape", ())), tuple(getattr(per_token, "shape", ()))
+    cut = cp.batch.cut_share(*rows) if cp.size > 1 and len(rows) == 2 else None  # from which some were perhaps cut
     missing = 0 if cut is None else cut - per_token.shape[1]
     found = None if labels is not None or mask is not None else cp.batch.padding_of(shape)
     error = None if found is None else _padding_counts(shape, *found)
@@ -177,13 +178,6 @@ def check_tokens(
             raise error
 
     return missing, check_ranks if error is not None or cut is not None else None
-
-
-def _cut_share(cp: CPMesh, per_token: Any) -> int | None:
-    """The positions of the share from which labels (or losses) were perhaps cut."""
-    if cp.size == 1 or not isinstance(per_token, Tensor) or per_token.ndim != 2:
-        return None
-    return cp.batch.cut_share(*per_token.shape)
 
 
 def _padding_counts(shape: tuple[int, ...], length: int, padded: int) -> ValueError:

@@ -320,18 +320,16 @@ class BatchState:
 
     def refuse_left(self, caller: str, mesh: object) -> None:
         """Raise ``ValueError`` if a function is called on ``mesh``, this one, in a model that runs on another mesh."""
-        if (
-            not self.left or is_compiling() or checkpoint.in_backward()
-        ):  # which may recompute a forward before the block
+        if not self.left or is_compiling() or checkpoint.in_backward():  # of a forward before the block, maybe
             return
-        away = [name for left in self.left if (now := left()) for state, name in (now,) if state is not self]
-        if away:
-            raise ValueError(
-                f"{caller}: mesh={mesh} is the one that styled modules of the running model have left, for the "
-                f"{away[-1]} of a context_parallel_mesh block. The function would take a tensor that is split over "
-                "that mesh for a share of this one. Pass the mesh of the model: "
-                "mesh=ContextParallelHandler.of(model).mesh, read in every forward"
-            )
+        for now in (left() for left in reversed(self.left)):
+            if now is not None and now[0] is not self:
+                raise ValueError(
+                    f"{caller}: mesh={mesh} is the one that styled modules of the running model have left, for the "
+                    f"{now[1]} of a context_parallel_mesh block. The function would take a tensor that is split over "
+                    "that mesh for a share of this one. Pass the mesh of the model: "
+                    "mesh=ContextParallelHandler.of(model).mesh, read in every forward"
+                )
 
     def _blocks_of_backward(self) -> ThreadBlocks | None:
         """The blocks of the only thread that is in any, if this is a thread of PyTorch's backward."""

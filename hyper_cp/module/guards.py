@@ -43,13 +43,12 @@ from .mesh_binding import Binding, describe
 from .mixers.calls import (
     LAST,
     ROUTED,
-    calls_library,
     is_installed,
-    is_mixer,
     keeps_function,
     route_kept,
     route_loaded,
     running_mixer,
+    runs_over_ranks,
     watching,
 )
 from .mixing import GATHER, NAMED, TABLE, Mixing, mixes_by_name, mixing_modules, row_of_call
@@ -112,17 +111,21 @@ MIXING_CALLS = {name for row in TABLE if row.refused or row.warned for name in r
 
 
 def refuse_mixing_call(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shares: list[tuple[int, int]], allow: tuple[str, ...]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lengths: set[int],
+    rows: set[int],
+    allow: tuple[str, ...],
 ) -> None:
     """Raise ``RuntimeError``, or warn where harm is not sure, if a function mixes positions of this rank's share of the
     sequence, in a module that its user does not exempt. (For a ``context_parallel`` block, which sees functions and no
-    model.) ``shares``: the rows and the positions of each buffer of the block."""
+    model.) ``lengths``, ``rows``: the numbers of positions and of rows that buffers of the block have."""
 
     def model() -> Model | None:
         running = list(running_modules())
         return Model(running[-1], allow) if running else None
 
-    rows, lengths = ({x[i] for x in shares} for i in range(2))
     found = _mixing_call(func, args, kwargs, lengths, rows, model)
     if found is not None:
         row, caller, what = found
@@ -154,24 +157,24 @@ def _mixing_call(
     caller = running[0] if running else None
     if row.activations and caller is None:
         return None
-    known = _known.setdefault(running[-1], set()) if running else set()
-    call, exempted = (type(caller), func.__name__), (id(caller), func.__name__)
-    if not known.isdisjoint((call, exempted)) and not row.refused:
+    in_model, in_caller = (_known.setdefault(running[i], set()) if running else set() for i in (-1, 0))
+    call, exempted = (type(caller), func.__name__), (None, func.__name__)
+    if (call in in_model or exempted in in_caller) and not row.refused:
         return None
     model = find_model()
     name = model.names.get(id(caller), "") if model else ""
     if model is not None and model.allows(name):
-        known.add(exempted)
+        in_caller.add(exempted)
         return None
-    known.add(call)
+    in_model.add(call)
     x: Tensor = args[0] if args else kwargs["input"]
     who = f"module {name!r} ({type(caller).__name__}) calls {func.__name__}" if model else f"{func.__name__} is called"
     return row, name, f"{who} on a tensor {tuple(x.shape)} that has this rank's share of the sequence"
 
 
-_known: WeakKeyDictionary[nn.Module, set[tuple[type | int, str]]] = WeakKeyDictionary()
-"""Functions that mix positions, with the types of modules that have been warned of them, or a module that is exempted,
-by model."""
+_known: WeakKeyDictionary[nn.Module, set[tuple[type | None, str]]] = WeakKeyDictionary()
+"""Functions that mix positions: of a model, with the types of its modules that have been warned of them, and of modules
+that are exempted."""
 _OF_MASKS = "transformers.masking_utils"
 """It finds packed documents by the positions of a share, of which the warnings of packed batches tell."""
 
@@ -219,8 +222,7 @@ _searched_for_functions: WeakSet[nn.Module] = WeakSet()
 
 
 def _routes(module: nn.Module) -> bool:
-    inside = ((type(inner), inner) for inner in module.modules())
-    return any(is_mixer(kind) or calls_library(kind) or keeps_function(inner) for kind, inner in inside)
+    return any(runs_over_ranks(type(inner)) or keeps_function(inner) for inner in module.modules())
 
 
 # --------------------------------------------------------------------------- when a plan is applied

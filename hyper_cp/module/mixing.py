@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .mixers.calls import calls_library, is_mixer, keeps_function
+from .mixers.calls import calls_library, is_mixer, keeps_function, runs_over_ranks
 
 Arguments = tuple[Any, ...]
 GATHER = (
@@ -333,7 +333,7 @@ def mixing_modules(root: nn.Module) -> dict[str, Mixing]:
     for name, module in root.named_modules():
         row = row_of(module)
         inner = (part for part in module.modules() if part is not module) if row is NAMED else ()
-        if row is not None and not any(is_mixer(type(part)) or calls_library(type(part)) for part in inner):
+        if row is not None and not any(runs_over_ranks(type(part)) for part in inner):
             found[name] = row
     return found
 
@@ -346,8 +346,8 @@ def row_of_call(
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, Tensor):
         return None
-    all_rows = {*lengths, *(n * length for n in rows for length in lengths)}
     for row in BY_NAME.get(name, ()):
-        if row.along(x, args, kwargs, all_rows if row.activations else lengths):
+        flattened = {n * length for n in rows for length in lengths} if row.activations else set()
+        if row.along(x, args, kwargs, {*lengths, *flattened}):
             return row
     return None

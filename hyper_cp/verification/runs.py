@@ -31,7 +31,7 @@ from ..schedule.documents import read
 from ..style import ContextParallel
 from .model_state import restore_model_state
 from .record import WRAPPERS, Recorder, Trace, tensors
-from .share import Positions
+from .share import Positions, wide
 
 LossFn = Callable[[Any, Any, ContextParallelHandler], Tensor]
 LARGEST_COUNT, OF_A_RANK = 512, 16
@@ -265,8 +265,7 @@ def _copy_of_batch(batch: Any, exact: bool) -> tuple[Any, dict[str, Tensor]]:
                 made[key] = copied(key, y)
             return made
         if type(x) in (list, tuple) or hasattr(x, "_fields"):
-            parts = [copied(i, y) for i, y in enumerate(x)]
-            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+            return getattr(type(x), "_make", type(x))(copied(i, y) for i, y in enumerate(x))
         if not isinstance(x, Tensor):
             return x
         wanted = x.requires_grad or (name in TOKENS and x.is_floating_point())
@@ -395,7 +394,7 @@ def _buckets(grads: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 def _reduced(grads: Mapping[str, Tensor], mesh: DeviceMesh, average: bool) -> dict[str, Tensor]:
     flat = torch.cat([x.flatten() for x in grads.values()])
-    total = by_rank(mesh, flat).cpu().to(torch.complex128 if flat.is_complex() else torch.float64).sum(0)
+    total = wide(by_rank(mesh, flat).cpu()).sum(0)
     total = total / mesh.size() if average else total
     parts = total.to(flat.dtype).split([x.numel() for x in grads.values()])
     return {name: part.view(x.shape) for (name, x), part in zip(grads.items(), parts, strict=True)}

@@ -92,9 +92,14 @@ class BatchReader:
         elif mask is None and documents is None:
             packed = read_positions(positions, lambda x: handler.combine(x, 1))
         state = attention_state(handler, documents, whole, packed)
-        several = documents is not None or state.tokens is None
-        state = replace(state, last_position=last, counted=counted, visible=of_keys(whole), packed=several)
-        return replace(state, numbered=positions is None)
+        return replace(
+            state,
+            last_position=last,
+            counted=counted,
+            visible=of_keys(whole),
+            packed=documents is not None or state.tokens is None,
+            numbered=positions is None,
+        )
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

@@ -78,14 +78,14 @@ def check_formula(model: nn.Module, output: Any, mask: Tensor | None, mesh: Devi
     """
     top_k, found = _top_k(model) or 0, output.aux_loss.detach()
     logits = [x.detach() for x in output.router_logits]
-    # Accelerate casts outputs of bf16 and fp16 to fp32. The model has taken their softmax before.
-    cast = ([x.to(dtype) for x in logits] for dtype in (torch.bfloat16, torch.float16))
-    narrow = [given for given in cast if all(bool((x == y).all()) for x, y in zip(logits, given, strict=True))]
     expected = _loss(logits, top_k, mask, None)
-    fits = [torch.allclose(found.double(), expected.double(), rtol=1e-4)]
-    fits += [torch.allclose(found.double(), _loss(x, top_k, mask, None).double(), rtol=1e-2) for x in narrow]
-    of_ranks = by_rank(mesh, torch.tensor([any(fits)], device=found.device))
-    if not bool(of_ranks.all()):
+    fits = torch.allclose(found.double(), expected.double(), rtol=1e-4)
+    for dtype in () if fits else (torch.bfloat16, torch.float16):
+        # Accelerate casts outputs of these dtypes to fp32. The model has taken their softmax before.
+        narrow = [x.to(dtype) for x in logits]
+        if all(bool((x == y).all()) for x, y in zip(logits, narrow, strict=True)):
+            fits |= torch.allclose(found.double(), _loss(narrow, top_k, mask, None).double(), rtol=1e-2)
+    if not bool(by_rank(mesh, torch.tensor([fits], device=found.device)).all()):
         raise NotImplementedError(
             f"{type(model).__name__} returned aux_loss={output.aux_loss.item()}, but the usual load-balancing loss of "
             f"its router logits is {expected.item()}. This version of transformers computes another one, which would "

@@ -420,9 +420,12 @@ def calls_library(kind: type[nn.Module]) -> bool:
 
 
 _CONVOLUTION = re.compile("Hyena|ShortConv|CMix|ChannelMix")  # RWKV's channel mix shifts tokens only
-
-
 _calls_library: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def runs_over_ranks(kind: type[nn.Module]) -> bool:
+    """True for a type of module that calls functions which can be routed, or those of the library."""
+    return is_mixer(kind) or calls_library(kind)
 
 
 def _uses(names: dict[str, Any], used: set[str], ours: tuple[Any, ...]) -> bool:
