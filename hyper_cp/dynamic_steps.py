@@ -137,6 +137,7 @@ class DynamicStep:
         Args:
             total: the sum of the losses of this rank's tokens in this step. All ranks of the step have the same losses
                 of what ``handler.pool`` returns: pass their sum divided by ``step.degree``, or they count repeatedly.
+                Do not pass ``handler.mean_loss``, which is a mean over the step's tokens on every rank.
             tokens: the tokens of the whole global batch that have a loss, the same on every rank; for losses of whole
                 samples the number of samples.
             gradients: ``"mean"`` under DDP and FSDP, which average gradients over the ranks of the family; ``"sum"``

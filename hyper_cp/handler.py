@@ -606,7 +606,8 @@ class ContextParallelHandler(Shares):
         gradients: str | None = "unknown",
     ) -> Tensor:
         """Return one value for each document, the same on every rank: the sum, the mean or the last of its tokens'
-        values, ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents).
+        values, ``[B, S/n, ...] -> [B, D, ...]`` in fp32 or fp64, with D documents in a row (1 without documents). Rows
+        that have fewer than others are filled up with 0.
 
         Only these values travel, not the tokens. Sums of :meth:`log_probs` are the log-probabilities of sequences, and
         the last of a value head's outputs are rewards. ``torch.compile`` breaks its graph here. ::

@@ -215,7 +215,10 @@ def read_batch(
     if named:
         whole.read_padding()
         whole.refuse_second_sequence()
-        if documents is None and not any(name in batch for name in (*OFFSETS, *IDS)):
+        # An explicit mask says what sees what. (To shift labels, documents have to be named all the same.)
+        explicit = entries.get("attention_mask") is not None and "attention_mask" not in whole.dims
+        named_documents = documents is not None or any(name in batch for name in (*OFFSETS, *IDS))
+        if not named_documents and (shift_labels or not explicit):
             whole.refuse_restarts()
     if shift_labels:
         whole.shift_labels(ignore_index, labels_cross_documents)

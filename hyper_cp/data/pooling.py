@@ -55,24 +55,11 @@ def pool(
         with calling("pool"):
             last = by_rank(shares.mesh, mine).amax(0)
         shown = shown & (place == last[index]).view(shown.shape)
-    exact = torch.promote_types(x.dtype, torch.float32)
-    values, weights = x.reshape(*x.shape[:2], math.prod(x.shape[2:])).to(exact), shown.to(exact)
-    if mask is not None and mask.dtype != torch.bool:
-        weights = weights if reduce == "last" else mask.to(exact)
-        weights = weights.masked_fill(adds_to_logits(mask), torch.nan)  # on all ranks, if on one
-    # Values that do not count may be inf or NaN, so they are replaced before they are multiplied by 0. (The gradient of
-    # a weight that is learned, and is 0 now, is its value.)
-    unused = ~shown[..., None] & (~values.isfinite() if weights.requires_grad else True)
-    kept = values.masked_fill(unused, 0) * weights[..., None]
-    sums, tokens = per_document(kept), per_document(weights[..., None])
+    weighted, weights = _weighted(x, shown, mask, last=reduce == "last")
+    sums, tokens = per_document(weighted), per_document(weights[..., None])
     with calling("pool"):
         whole = by_rank(shares.mesh, torch.cat([sums, tokens], 2).detach()).sum(0)
-    if whole.device.type == "cpu" and bool(whole[..., -1].isnan().any()):  # elsewhere the host would wait
-        raise ValueError(
-            f"mask of pool holds numbers of {ADDED:g} or less, or NaN, on one rank at least. Those of an additive mask "
-            "hide logits, and here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an "
-            "additive one), or weights"
-        )
+    _refuse_additive(whole[..., -1])
     means = reduce == "mean"
     divisor = torch.where(whole[..., -1:] == 0, 1, whole[..., -1:]) if means else 1
     mean = whole[..., :-1] / divisor
@@ -80,6 +67,30 @@ def pool(
         sums = sums - mean * tokens
     found = with_gradient_of(mean, sums * (factor / divisor), "pool")
     return found.view(len(x), count, *x.shape[2:])
+
+
+def _weighted(x: Tensor, shown: Tensor, mask: Tensor | None, *, last: bool) -> tuple[Tensor, Tensor]:
+    """The values of tokens times their weights ``[B, S/n, W]``, and the weights ``[B, S/n]``, at least in fp32. Weights
+    are NaN where the mask is an additive one."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    values, weights = x.reshape(*x.shape[:2], math.prod(x.shape[2:])).to(exact), shown.to(exact)
+    if mask is not None and mask.dtype != torch.bool:
+        weights = weights if last else mask.to(exact)
+        weights = weights.masked_fill(adds_to_logits(mask), torch.nan)  # on all ranks, if on one
+    # Values that do not count may be inf or NaN, so they are replaced before they are multiplied by 0. (The gradient of
+    # a weight that is learned, and is 0 now, is its value.)
+    unused = ~shown[..., None] & (~values.isfinite() if weights.requires_grad else True)
+    return values.masked_fill(unused, 0) * weights[..., None], weights
+
+
+def _refuse_additive(tokens: Tensor) -> None:
+    """Raise ``ValueError`` if the summed weights of all ranks are NaN."""
+    if tokens.device.type == "cpu" and bool(tokens.isnan().any()):  # elsewhere the host would wait
+        raise ValueError(
+            f"mask of pool holds numbers of {ADDED:g} or less, or NaN, on one rank at least. Those of an additive mask "
+            "hide logits, and here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an "
+            "additive one), or weights"
+        )
 
 
 def refuse_sequence_first(shares: Shares, name: str, x: Tensor) -> None:
@@ -146,21 +157,11 @@ def _documents_of_tokens(
             f"pool got no documents with layout={shares.layout!r}. This layout places tokens by documents. Call it in "
             "the block of the batch, `with handler.documents(batch)`, or pass documents="
         )
-    ends: tuple[int, ...] = () if length is None else (length,)  # of each row, or of all rows
-    if length is None and documents is not None:
-        given: Any = documents_table(documents)
-        ends = tuple(row[-1] for row in read(given).rows)
-    elif length is None and all((state.padded_length or shares.padded_length(x)) == padded for x in state.ends):
-        ends = state.ends
+    ends = _ends(shares, padded, documents, length)
     if not ends and table is None and mask is None and (found := state.padding_of(tuple(x.shape[:2]))):
         raise ValueError(
             f"x of shape {tuple(x.shape)} comes without length, and this batch of {found[0]} positions was padded to "
             f"{found[1]}. Padding would count. Pass length={found[0]}, or a mask of the tokens that count"
-        )
-    if length is not None and not pads_to(shares, length, padded):
-        raise ValueError(
-            f"length={length} pads to {shares.padded_length(length)} positions. The ranks hold {padded}. Pass the "
-            "length of the sequence before it was split"
         )
     counted = torch.arange(padded, device="cpu") < torch.tensor(ends or (padded,), device="cpu")[:, None]
     # Also padding inside, which is a document for attention, and that of the block of the documents that are given.
@@ -181,3 +182,20 @@ def _documents_of_tokens(
     numbers = zip(renumbered, packed.numbers(at).expand(rows, -1), strict=True)
     of_tokens = torch.stack([new[old - 1] for new, old in numbers])
     return at, torch.where(counted.expand(rows, -1)[:, at], of_tokens, count), count
+
+
+def _ends(shares: Shares, padded: int, documents: Any, length: int | None) -> tuple[int, ...]:
+    """The length of each row, or of all rows, before it was padded to ``padded``; () if it is not known."""
+    if length is not None and not pads_to(shares, length, padded):
+        raise ValueError(
+            f"length={length} pads to {shares.padded_length(length)} positions. The ranks hold {padded}. Pass the "
+            "length of the sequence before it was split"
+        )
+    if length is not None:
+        return (length,)
+    if documents is not None:
+        given: Any = documents_table(documents)
+        return tuple(row[-1] for row in read(given).rows)
+    state = shares.cp.batch
+    known = all((state.padded_length or shares.padded_length(x)) == padded for x in state.ends)
+    return state.ends if known else ()

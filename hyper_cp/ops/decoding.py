@@ -24,7 +24,7 @@ from .config import Call
 from .differentiable import no_autocast
 from .kernels import scores
 from .kernels.indexer import BestKeys
-from .kernels.inputs import TileInputs
+from .kernels.inputs import TileInputs, last_dim_contiguous
 from .kernels.partials import Partials, accumulation_dtype, part
 from .kernels.scores import TileScore
 from .kernels.selected import TileSelection
@@ -144,6 +144,7 @@ def _own_partial(
     elif of_latents:
         latent, rope = k.split([rank, rotary], 3)
         k, v = expand(latent, rope, q.shape[1], q.shape[3], *of_latents)
+    q, k, v = last_dim_contiguous(q, k, v)
     kinds = score is not None, selected is not None
     kernel = kernels.get(kernels.choose(q, k, v, False, 0.0, *kinds), q.device.type)
     ranges = None if selected is None else cache.ranges()

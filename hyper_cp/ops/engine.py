@@ -29,7 +29,7 @@ from .entries import EntryTiles
 from .exchange.tails import SwappedTails
 from .exchange.travel import Gradients, Travel
 from .kernels.dropout import Dropout, draw_seed
-from .kernels.inputs import TileInputs
+from .kernels.inputs import TileInputs, last_dim_contiguous
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
 from .kernels.selected import Selections
@@ -292,11 +292,6 @@ Compute = Callable[[Tile, TileInputs, Sequence[Tensor], Any], None]
 """The last argument is a :class:`KeyGradients`, or for tiles over entries :class:`EntryTiles`."""
 
 
-def _last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
-    """Copy tensors whose head dim is not contiguous: operators that take a log-sum-exp read it so, unchecked."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 @torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], scale: float, dropout_p: float, settings: str
@@ -311,7 +306,7 @@ def attention_op(
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     check_replay(given.documents, options.mesh)
-    q, k, v = _last_dim_contiguous(q, k, v)
+    q, k, v = last_dim_contiguous(q, k, v)
     work = Work(q, k, v, given, scale, dropout_p, options)
     plan, ring = work.schedule, work.cp.ring
     share = q.shape[2] // work.cp.ulysses.size
@@ -369,7 +364,7 @@ def attention_backward_op(
     options = OpSettings.read(settings)
     given = Operands.of(tensors, options.tensors)
     check_recompute(given.documents, options.mesh, given.mark)
-    dout, q, k, v = _last_dim_contiguous(dout, q, k, v)
+    dout, q, k, v = last_dim_contiguous(dout, q, k, v)
     work = Work(q, k, v, given, scale, dropout_p, options, backward=True)
     if work.scores is not None:
         work.scores.score.check_unchanged()

@@ -79,18 +79,17 @@ def plan(
         >>> best.fits
         True
     """
-    shape = counted_shape(model)
-    documents = _documents(sequence)
-    length = documents.rows[0][-1]
-    for name, value in {"gpus": gpus, "batch": batch, "shards": gpus if shards is None else shards}.items():
+    shape, documents = counted_shape(model), _documents(sequence)
+    shards = gpus if shards is None else shards
+    for name, value in {"gpus": gpus, "batch": batch, "shards": shards}.items():
         check_int(name, value, "Costs are per rank")
     check_amount("bytes_per_parameter", bytes_per_parameter, "Parameters take memory")
     check_choice("dtype", dtype, DTYPES, "Bytes depend on it")
-    devices = cluster_of(cluster)
-    devices = replace(devices, tflops=devices.tflops / 2) if DTYPES[dtype] == 4 else devices
-    devices = devices if measured is None else with_measurements(devices, measured)
+    devices = _devices(cluster, dtype, measured)
     usable = devices.memory_gb * devices.memory_share if memory_gb is None else memory_gb
     check_amount("memory_gb", usable, "A step takes memory")
+    numbers = (DTYPES[dtype], bytes_per_parameter, shards, usable * 1e9)
+    workload = Workload(shape, devices, gpus, documents, causal, batch, *numbers)
     sizes = _sizes(gpus, cp_size)
     degrees = _degrees(shape, ulysses_degree, sizes)
     exchanges = _chosen("kv_exchange", kv_exchange, KV_EXCHANGES)
@@ -98,39 +97,20 @@ def plan(
     kinds = _chosen("checkpointing", checkpointing, CHECKPOINTING)
     why = "The loss makes logits for a chunk of tokens at a time, or whole ones"
     losses = (False, True) if chunked_loss is None else (check_bool("chunked_loss", chunked_loss, why),)
-    workload = Workload(
-        shape,
-        devices,
-        gpus,
-        documents,
-        causal,
-        batch,
-        DTYPES[dtype],
-        bytes_per_parameter,
-        gpus if shards is None else shards,
-        usable * 1e9,
-    )
     candidates = [
         mode
         for size in sizes
         for mode in modes(workload, size, degrees, names)
         if mode.kv_exchange is None or mode.kv_exchange in exchanges
     ]
+    row = documents.rows[0]
     if not candidates:
-        raise ValueError(_nothing(length, sizes, degrees, names, cp_size))
+        raise ValueError(_nothing(row[-1], sizes, degrees, names, cp_size))
     estimator = Estimator(workload)
     found = [e for mode in candidates for e in estimator.estimates(mode, estimator.cost(mode), kinds, losses)]
     found = _sorted(found)
-    return PlanReport(
-        tuple(replace(e, why=explain(e, found[0], workload.memory_bytes, shape.layers)) for e in found),
-        shape,
-        devices,
-        gpus,
-        length,
-        len(documents.rows[0]) - 1,
-        batch,
-        workload.memory_bytes,
-    )
+    explained = tuple(replace(e, why=explain(e, found[0], workload.memory_bytes, shape.layers)) for e in found)
+    return PlanReport(explained, shape, devices, gpus, row[-1], len(row) - 1, batch, workload.memory_bytes)
 
 
 BUCKET = 1.01
@@ -155,6 +135,13 @@ def _sorted(found: list[Estimate]) -> list[Estimate]:
 
 
 # --------------------------------------------------------------------------- arguments
+
+
+def _devices(cluster: Cluster | str, dtype: str, measured: Any) -> Cluster:
+    """The cluster with half of its TFLOP/s for 4-byte dtypes, and with what was measured in place of its numbers."""
+    devices = cluster_of(cluster)
+    devices = replace(devices, tflops=devices.tflops / 2) if DTYPES[dtype] == 4 else devices
+    return devices if measured is None else with_measurements(devices, measured)
 
 
 def _documents(sequence: int | Sequence[int]) -> PackedDocuments:

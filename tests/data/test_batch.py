@@ -526,7 +526,7 @@ def test_entries_of_all_rows(ranks: Any) -> None:
 
 
 @on_ranks
-def positions_that_restart(name: str) -> list[int]:
+def positions_that_restart(name: str, shift_labels: bool = False) -> list[int]:
     handler = ContextParallelHandler(
         init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), "contiguous"
     )
@@ -539,6 +539,10 @@ def positions_that_restart(name: str) -> list[int]:
         "masked": {"position_ids": torch.stack([once, packed]), "attention_mask": torch.ones(2, 8)},
         "named": {"position_ids": packed.expand(2, -1), "cu_seqlens": torch.tensor([0, 3, 8])},
         "one document": {"position_ids": packed.expand(2, -1), "document_ids": None},
+        "explicit mask": {
+            "position_ids": packed.expand(2, -1),
+            "attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool).tril(),
+        },
         "left padding": {"position_ids": left.expand(2, -1), "attention_mask": left_mask.expand(2, -1)},
         "right padding": {
             "position_ids": (packed * left_mask.flip(0)).expand(2, -1),
@@ -551,11 +555,17 @@ def positions_that_restart(name: str) -> list[int]:
     }[name]
     dims: Any = {"seq_dims": {"input_ids": 1, "position_ids": 2}} if name == "further axes" else {}
     dims = {"seq_dims": {"input_ids": 1, "pos_ids": 0}} if name == "patches" else dims
+    if shift_labels:
+        batch, dims = {**batch, "labels": ids}, {**dims, "shift_labels": True}
     return list(handler.get_batch_on_this_cp_rank({"input_ids": ids, **batch}, **dims)["position_ids"].shape)
 
 
 @pytest.mark.parametrize(
-    "name", [*["named", "one document", "left padding", "right padding", "all zero", "further axes", "patches"]]
+    "name",
+    [
+        *("named", "one document", "explicit mask", "left padding", "right padding", "all zero"),
+        *("further axes", "patches"),
+    ],
 )
 def test_positions_that_go_on_or_whose_documents_are_named_are_split(ranks: Any, name: str) -> None:
     assert ranks(2, positions_that_restart, name) == [[2, 4] if name != "further axes" else [3, 2, 4]] * 2
@@ -574,3 +584,8 @@ def test_positions_of_another_name_that_restart_are_refused(ranks: Any) -> None:
 def test_positions_that_are_counted_from_one_and_go_back_are_refused(ranks: Any) -> None:
     words = r"position_ids\[1\] goes back to 1 at position 3, as in packed documents"
     ranks.raises(2, ValueError, words, positions_that_restart, "from one")
+
+
+def test_labels_are_not_shifted_across_documents_that_only_a_mask_keeps_apart(ranks: Any) -> None:
+    words = r"position_ids\[0\] returns to 0 at position 3"
+    ranks.raises(2, ValueError, words, positions_that_restart, "explicit mask", shift_labels=True)

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "padding and window": {"padding": True, "window": 9, "sinks": True},
     "as many heads": {"kv_heads": 4},
     "other values": {"v_dim": 3},
+    "interleaved queries": {"interleaved": True},
     "latents": {"latents": 10},
     "latents, window and padding": {"latents": 10, "window": 6, "padding": True},
     "latents with bias": {"latents": 10, "bias": True, "softcap": 3.0},
@@ -100,6 +101,7 @@ def decoded(layout: str) -> dict[str, tuple[float, Tensor]]:
     found = {}
     for name, case in CASES.items():
         q, *kv = drawn(**case)
+        q = torch.stack([q, -q], -1)[..., 0] if case.get("interleaved") else q  # its head dim is not contiguous
         kv, of_latents = kv[:2], kv[2 : 4 if case.get("bias") else 3]
         cache, at, outs = filled(case, layout, kv), PROMPT - 1, []
         for count in (1, *STEPS):

@@ -69,7 +69,6 @@ def attention_forward(
 
     ``key_bias [B | 1, H, 1, S]`` is added to the scores of all keys (ALiBi); it gets no gradient.
     """
-    name = type(module).__name__
     request = attention_mask if isinstance(attention_mask, MaskRequest) else None
     state = context_parallel
     if state is None:  # layers that pass no keywords on
@@ -80,31 +79,45 @@ def attention_forward(
         return _one_device(state, module, query, key, value, attention_mask, options)
     if not isinstance(state, ForwardState):
         raise RuntimeError(
-            f'{name} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call hyper_cp.integrations.'
-            "transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it shares its config "
-            "with a model that was prepared, give it one of its own, copy.deepcopy(config)"
+            f'{type(module).__name__} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call '
+            "hyper_cp.integrations.transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it "
+            "shares its config with a model that was prepared, give it one of its own, copy.deepcopy(config)"
         )
     if not is_compiling():
         state.callers.append(module)
     if isinstance(position_bias, QueryBias) and options.get("sinks") is not None:
         position_bias, options = with_sinks(position_bias, state.style.mode.max_logits, options)
-    none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
-    known = none or isinstance(position_bias, RelativeBias)
-    _refuse_unsupported(name, {**options, "position_bias": None if known else position_bias})
-    _refuse_unknown(name, options, state.passed)
+    _check_options(module, state, position_bias, options)
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
     if attention_mask is not mask and attention_mask is not request:
         raise TypeError(
-            f"{name} got a {type(attention_mask).__name__} as attention mask. A prepared model makes its masks for the "
-            "whole sequence itself. Pass packed documents to prepare_batch (cu_seqlens, document_ids, or position_ids "
-            "that restart), or a 4-D attention_mask over global positions"
+            f"{type(module).__name__} got a {type(attention_mask).__name__} as attention mask. A prepared model makes "
+            "its masks for the whole sequence itself. Pass packed documents to prepare_batch (cu_seqlens, "
+            "document_ids, or position_ids that restart), or a 4-D attention_mask over global positions"
         )
     _check_mask(module, state, mask, request, options.get("is_causal"), (query.shape[2], key.shape[2]))
+    return _over_ranks(module, state, query, key, value, mask, request, key_bias, position_bias, options), None
+
+
+def _over_ranks(
+    module: nn.Module,
+    state: ForwardState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    request: MaskRequest | None,
+    key_bias: Tensor | None,
+    position_bias: Tensor | RelativeBias | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """A call whose arguments have been checked."""
+    name = type(module).__name__
     layer = None if state.cache is None else state.cache.layer_of(module, key, value)
     if layer is not None and state.cache.turn.prompt is None:
         refuse_in_decoding(name, mask, request)
         size = _window(name, request, options.get("sliding_window"), state)
-        return state.cache.attend(module, layer, query, key, size, options), None
+        return state.cache.attend(module, layer, query, key, size, options)
     visible = _visible(module, state, mask, request, key_bias, options.get("sliding_window"), query.shape[2])
     key, entries = entries_of(module, key, query.shape[2])
     value = value if entries is None else key
@@ -129,8 +142,7 @@ def attention_forward(
     if entries is not None:
         # Padding sees no tokens, but entries, which are those of slots.
         call = replace(call, mask=visible.mask if tokens is None else tokens, entries=entries)
-        out = cp_attention(query, key, value, cp, mode, call, module)
-        return out.transpose(1, 2).contiguous(), None
+        return cp_attention(query, key, value, cp, mode, call, module).transpose(1, 2).contiguous()
     if state.losses is None or indices is None:
         out = cp_attention(query, key, value, cp, mode, call, module, state.batch.counted)
     else:
@@ -138,7 +150,16 @@ def attention_forward(
     if tokens is not None:  # padding sees nothing and gets zeros, as from F.scaled_dot_product_attention
         blocks = options.get("block_indices") is not None
         out = torch.where(tokens, out, of_padding(state, value, out.shape[1]) if blocks else 0.0)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
+
+
+def _check_options(module: nn.Module, state: ForwardState, position_bias: Any, options: dict[str, Any]) -> None:
+    """Refuse options that the engine does not have, and those of which it is not known what they do."""
+    name = type(module).__name__
+    none = isinstance(position_bias, Tensor) and getattr(module, "has_relative_attention_bias", True) is False  # zeros
+    known = none or isinstance(position_bias, RelativeBias)
+    _refuse_unsupported(name, {**options, "position_bias": None if known else position_bias})
+    _refuse_unknown(name, options, state.passed)
 
 
 def _check_mask(

@@ -55,34 +55,10 @@ class BatchReader:
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         # What a model around the decoder has read of a batch of prepare_batch is in the batch already.
         padding = padding_mask(mask if ready is None or isinstance(mask, Tensor) else None)
-        known = ready is not None and (ready.documents is not None or ready.tokens is not None)
-        if (ready is not None and (padding is not None or given is not None)) or (
-            block is not None and (known or given is not None)
-        ):
-            sources = {
-                "a batch of prepare_batch, which says what is padding, or that nothing is": ready is not None,
-                "an attention_mask": padding is not None,
-                "documents as an argument": given is not None,
-                "an enclosing handler.documents block": block is not None,
-            }
-            found = ", ".join(name for name, is_given in sources.items() if is_given)
-            raise ValueError(
-                f"{self.binding.name} got documents or padding twice ({found}). Only one of them can be right. Put "
-                "them into the whole batch for prepare_batch, and pass on what it returns as it is"
-            )
+        self._refuse_two_sources(block, given, ready, padding)
         documents = block if given is None else given
         if ready is not None:
-            if ready.layout not in (None, handler.layout):
-                raise ValueError(
-                    f"{self.binding.name} runs with layout={handler.layout!r}. prepare_batch has split the batch as "
-                    f"{ready.layout!r}. Make its handler of the style that prepare_model was given"
-                )
-            if ready.length not in (None, tokens.shape[1]):
-                raise ValueError(
-                    f"{self.binding.name} got {tokens.shape[1]} tokens, but prepare_batch gave {ready.length} to this "
-                    "rank. What is added to the tokens of every rank (virtual tokens of PEFT's prompt tuning, say) is "
-                    "not part of the sequence that they share. Add it to the whole batch, before prepare_batch"
-                )
+            self._check_ready(ready, handler.layout, tokens.shape[1])
             return ready if documents is None else replace(ready, documents=documents)
         last = self._last_position(handler, positions, tokens)
         counted = whole = packed = None
@@ -100,6 +76,39 @@ class BatchReader:
             packed=documents is not None or state.tokens is None,
             numbered=positions is None,
         )
+
+    def _refuse_two_sources(
+        self, block: Tensor | None, given: Tensor | None, ready: PreparedBatch | None, padding: Tensor | None
+    ) -> None:
+        known = ready is not None and (ready.documents is not None or ready.tokens is not None)
+        if (ready is not None and (padding is not None or given is not None)) or (
+            block is not None and (known or given is not None)
+        ):
+            sources = {
+                "a batch of prepare_batch, which says what is padding, or that nothing is": ready is not None,
+                "an attention_mask": padding is not None,
+                "documents as an argument": given is not None,
+                "an enclosing handler.documents block": block is not None,
+            }
+            found = ", ".join(name for name, is_given in sources.items() if is_given)
+            raise ValueError(
+                f"{self.binding.name} got documents or padding twice ({found}). Only one of them can be right. Put "
+                "them into the whole batch for prepare_batch, and pass on what it returns as it is"
+            )
+
+    def _check_ready(self, ready: PreparedBatch, layout: str, local: int) -> None:
+        """Raise ``ValueError`` for a batch of another layout or length than those of this forward."""
+        if ready.layout not in (None, layout):
+            raise ValueError(
+                f"{self.binding.name} runs with layout={layout!r}. prepare_batch has split the batch as "
+                f"{ready.layout!r}. Make its handler of the style that prepare_model was given"
+            )
+        if ready.length not in (None, local):
+            raise ValueError(
+                f"{self.binding.name} got {local} tokens, but prepare_batch gave {ready.length} to this "
+                "rank. What is added to the tokens of every rank (virtual tokens of PEFT's prompt tuning, say) is "
+                "not part of the sequence that they share. Add it to the whole batch, before prepare_batch"
+            )
 
     def _last_position(self, handler: ContextParallelHandler, positions: Tensor | None, tokens: Tensor) -> int | Tensor:
         """The largest position of all ranks, if a rotary embedding of this decoder depends on it."""

@@ -124,10 +124,9 @@ def attention_mask(
     """
     state = running()
     if isinstance(state, OneDevice):
-        options = {"q_offset": q_offset, "allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
-        given = {"q_length": q_length, "kv_length": kv_length, "config": config, **options, **others}
-        original = AttentionMaskInterface().get(state.implementation)
-        return None if original is None else original(**given)
+        make = AttentionMaskInterface().get(state.implementation)
+        options = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size, "config": config, **others}
+        return None if make is None else make(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
     pairs, given_mask = (others.get("batch_size", 1), 1, q_length, kv_length), others.get("attention_mask")
     # Of the model around the decoder, before the decoder's own hook, which checks it: that of a share, or of all ranks.
     early = given_mask if state is None and isinstance(given_mask, Tensor) else None
@@ -145,13 +144,12 @@ def attention_mask(
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     chunked = local_size is not None and local_size == chunk != window
     batch = state.batch if isinstance(state, ForwardState) else offered()
-    selects = torch.float32 if getattr(config, "index_topk", None) is not None else None
-    selects = torch.bool if getattr(config, "indexer_budget", None) is not None else selects
-    selects = selects if local_size is None else None
+    selects = _dtype_of_selection(config) if local_size is None else None
     function = others.get("mask_function")
     function = None if selects is not None and function is causal_mask_function else function
+    model = f"The model of {type(config).__name__}"
     if not allow_is_causal_skip and batch is not None and batch.token_types and function is not None:
-        request = MaskRequest(f"The model of {type(config).__name__}", None, state)
+        request = MaskRequest(model, None, state)
         request.function = function
         request.ndim, request.shape = 4, (1, 1, q_length, kv_length)
         return request
@@ -166,12 +164,19 @@ def attention_mask(
             "bidirectional masks only, and those of sliding windows. If the types of tokens make it, put them into the "
             "batch (mm_token_type_ids); or pass a 4-D attention_mask over global positions, if all layers share one"
         )
-    model = f"The model of {type(config).__name__}"
     if chunked and isinstance(state, ForwardState):
         return MaskRequest(model, None, state, _chunks(state, q_length, local_size or 0))
     request = MaskRequest(model, local_size, state)
     request.selects, request.pairs, request.padding = selects, pairs, early
     return request
+
+
+def _dtype_of_selection(config: Any) -> torch.dtype | None:
+    """That of the mask which the indexers of a model expect: added to scores, or True where visible. None: it has no
+    indexer."""
+    if getattr(config, "indexer_budget", None) is not None:
+        return torch.bool
+    return torch.float32 if getattr(config, "index_topk", None) is not None else None
 
 
 def _both_sides(
