@@ -23,7 +23,7 @@ from .data.batch import LocalBatch, batch_of, read_batch, refuse_other_split
 from .data.collectives import by_rank
 from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
-from .data.pooling import pool, refuse_sequence_first
+from .data.pooling import pool, refuse_sequence_first, warn_of_pooled
 from .data.sharding import Shares, checked_dim, checked_length, documents_for, padded_table, pads_to, resolve_layout
 from .data.uncounted import without_padding
 from .mesh.agreement import digest
@@ -485,6 +485,7 @@ class ContextParallelHandler(Shares):
             counted = self.cp.batch.weighed
             loss.refuse_other_ranks(counted, whole)
         loss.warn_of_sum(self.cp, gradients)
+        warn_of_pooled(self.cp, "mean_loss", losses)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
         logits = Logits(ignore_index, softcap, scale, chunk)
@@ -629,7 +630,8 @@ class ContextParallelHandler(Shares):
                 called.
             gradients: the reduction of parameters' gradients that follows, for a loss of which all ranks compute the
                 same value, as for :meth:`combine`: ``"mean"`` under DDP or FSDP; ``"sum"`` if they are summed, and the
-                loss is divided by the number of ranks.
+                loss is divided by the number of ranks. ``"shares"`` if tokens read the result again, so that each rank
+                goes on with its part (:meth:`mean_loss` of ratios of sequences, as in GSPO).
 
         Raises:
             ValueError, TypeError: for shapes that do not fit; for padding that would count; in a layout by documents,

@@ -26,15 +26,21 @@ def other_leaf(out: Tensor, known: Iterable[Tensor]) -> Tensor | None:
 def leaves_of(nodes: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False) -> Iterator[Tensor]:
     """The leaves that require a gradient below nodes of a graph, without those that are reached through a node at which
     to ``stop`` only."""
+    for node in nodes_of(nodes, stop):
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def nodes_of(nodes: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """Nodes of a graph and those below them, without those at which to ``stop``, and what only these lead to."""
     seen, todo = set(), [*nodes]
     while todo:
         node: Any = todo.pop()
         if node is None or node in seen or stop(node):
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if isinstance(leaf, Tensor):
-            yield leaf
+        yield node
         todo += [before for before, _ in node.next_functions]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.compiling import is_compiling
+from .._torch.leaves import nodes_of
 from .._torch.once import refuse_a_second_time
 from ..mesh import cp_mesh
 from ..mesh.comm import Axis, gather_by_keys, gather_ranks
@@ -57,6 +58,13 @@ def with_whole_gradient(x: Tensor, mesh: DeviceMesh, *, mean: bool) -> Tensor:
     """Return a tensor that all ranks hold alike; its gradient is the sum of those of all ranks, or their mean."""
     found: Tensor = _WholeGradient.apply(x, _keys_of_axes(mesh), mesh.size() if mean else 1)
     return found
+
+
+def has_pooled(x: Tensor) -> bool:
+    """True if ``x`` was computed from a result of ``pool`` whose gradient is taken to be that of all ranks."""
+    whole = f"{_WholeGradient.__name__}Backward"
+    nodes = nodes_of([x.grad_fn], lambda node: node.name() == whole)
+    return any(getattr(node, "of_ranks", None) == "pool" for node in nodes)
 
 
 def is_of_all_ranks(node: Any) -> bool:

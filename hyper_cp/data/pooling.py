@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch.compiling import is_compiling
 from ..mesh.arguments import check_choice, check_type
+from ..mesh.cp_mesh import CPMesh
 from ..mesh.failures import calling
 from ..schedule import layout as layouts
 from ..schedule.documents import PackedDocuments, documents_table, packed_of, read, tokens_of
-from .collectives import by_rank, with_gradient_of
+from .collectives import by_rank, has_pooled, with_gradient_of, with_whole_gradient
 from .loss import ADDED, adds_to_logits
 from .sharding import Shares, documents_for, gradient_factor, pads_to, refuse_cut_share, resolve_layout
 
@@ -39,6 +42,7 @@ def pool(
     if mask is not None and (known := shares.cp.batch.entries.past_of(mask)) and known[0] is not None:
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
     factor = gradient_factor(shares.cp, x, gradients, "pool")
+    warn_of_pooled(shares.cp, "pool", x)
     at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length)
     index = torch.arange(len(x), device="cpu")[:, None] * (count + 1) + numbers  # the last column is of no document
     index = index.flatten().to(x.device)
@@ -66,6 +70,7 @@ def pool(
     if means and tokens.requires_grad:  # weights that are learned change the number of tokens, too
         sums = sums - mean * tokens
     found = with_gradient_of(mean, sums * (factor / divisor), "pool")
+    found = with_whole_gradient(found, shares.mesh, mean=False) if gradients == "shares" else found
     return found.view(len(x), count, *x.shape[2:])
 
 
@@ -90,6 +95,23 @@ def _refuse_additive(tokens: Tensor) -> None:
             f"mask of pool holds numbers of {ADDED:g} or less, or NaN, on one rank at least. Those of an additive mask "
             "hide logits, and here 0 is the weight of a token that does not count. Pass a bool mask (mask == 0 of an "
             "additive one), or weights"
+        )
+
+
+def warn_of_pooled(cp: CPMesh, caller: str, values: Any) -> None:
+    """Warn, once on a mesh, if ``caller`` gets values of this rank's tokens that depend on a result of ``pool`` as if
+    each rank had its whole gradient. The first graphs are read only: they have thousands of nodes."""
+    batch = cp.batch
+    if cp.size == 1 or is_compiling() or not batch.graphs_to_read or getattr(values, "grad_fn", None) is None:
+        return
+    batch.graphs_to_read -= 1
+    if has_pooled(values):
+        batch.graphs_to_read = 0
+        warnings.warn(
+            f"{caller} got values of this rank's tokens that depend on what handler.pool has returned. The gradient of "
+            "each rank is then that of its own tokens, and pool adds none up, so parameters would get a part of their "
+            'gradient. Pass gradients="shares" to that pool',
+            stacklevel=4,
         )
 
 

@@ -320,12 +320,12 @@ def gradient_factor(cp: CPMesh, tensor: Tensor, gradients: str | None, caller: s
 
     ``ValueError`` for an unknown reduction. A warning, once on a mesh, of gradients whose reduction is not given.
     """
-    also = ', "shares" if the whole is dispatched again' if caller == "combine" else ""
-    if gradients not in (None, "mean", "sum", "unknown") and not (also and gradients == "shares"):
+    again = "the whole is dispatched again" if caller == "combine" else "this rank's tokens read the result"
+    if gradients not in (None, "mean", "sum", "unknown", "shares"):
         raise ValueError(
             f"gradients={gradients!r} is unknown. It says who reduces gradients after backward. Use "
             '"mean" under DDP or FSDP, which average gradients, "sum" if you all-reduce them with SUM, None if nobody '
-            f"reduces them{also}"
+            f'reduces them, "shares" if {again}'
         )
     if gradients == "unknown":
         _warn_of_gradients(cp, tensor, caller)
@@ -340,11 +340,11 @@ def _warn_of_gradients(cp: CPMesh, tensor: Tensor, caller: str) -> None:
         return
     cp.batch.warned_of_gradients = True
     found = " (DDP or FSDP is around this model, and averages them)" if cp.batch.averaged else ""
-    also = ', or "shares" if you dispatch the whole again' if caller == "combine" else ""
+    again = "you dispatch the whole again" if caller == "combine" else "this rank's tokens read the result"
     warnings.warn(
         f"{caller} gathers a tensor with gradients, and does not know how gradients are reduced over the ranks{found}. "
         "A reduction treats parameters before and behind it alike, so some would be wrong for a loss of the whole. "
-        f'Pass gradients="mean" (DDP, FSDP), "sum" or None (no reduction){also}',
+        f'Pass gradients="mean" (DDP, FSDP), "sum" or None (no reduction), or "shares" if {again}',
         stacklevel=5,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch.leaves import nodes_of
 from ..data.collectives import is_of_all_ranks
 from ..module.mixers.calls import names_in
 from ..ops.writes import writes
@@ -88,17 +89,14 @@ def _reads_share(loss: Tensor, made: set[Any]) -> bool:
 
 def _reached(start: list[Any], made: Iterable[Any] = ()) -> tuple[set[Any], set[Any]]:
     """The nodes of a graph above those that were made over all ranks, and these."""
-    above, ends, left = set[Any](), set[Any](), [*start]
-    while left:
-        node = left.pop()
-        if node is None or node in above or node in ends:
-            continue
-        if node in made or is_of_all_ranks(node):
-            ends.add(node)
-            continue
-        above.add(node)
-        left += (x for x, _ in node.next_functions)
-    return above, ends
+    ends = set[Any]()
+
+    def is_end(node: Any) -> bool:
+        found = node in made or is_of_all_ranks(node)
+        ends.update([node] if found else ())
+        return found
+
+    return {*nodes_of(start, is_end)}, ends
 
 
 def replaces(kind: type, name: str) -> bool:

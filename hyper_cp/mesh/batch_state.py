@@ -101,6 +101,8 @@ class BatchState:
         """True if DDP or FSDP averages the gradients of a model on this mesh over its ranks."""
         self.warned_of_gradients = False
         """True once a reduction that is unknown, or does not fit, has been warned of."""
+        self.graphs_to_read = 4
+        """The number of graphs of losses in which results of ``pool`` are still looked for."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import pytest
@@ -197,7 +199,7 @@ def values_and_refusals() -> list[str]:
         error_of(lambda: handler.pool(share.int(), length=11)),
         error_of(lambda: handler.pool(share, length=8)),
         error_of(lambda: handler.pool(share, mask=x > 0)),
-        error_of(lambda: handler.pool(share, length=11, gradients="shares")),
+        error_of(lambda: handler.pool(share, length=11, gradients="total")),
         error_of(lambda: handler.pool(share, documents=[0, 5, 6])),
         error_of(lambda: by_documents.pool(share, length=11)),
     ]
@@ -211,13 +213,56 @@ def test_values_and_refusals(ranks: Any) -> None:
         "ValueError: x has shape (2, 6) and dtype torch.int32",
         "ValueError: length=8 pads to 8 positions. The ranks hold 12",
         "ValueError: mask has shape (2, 11), and x holds 2 x 6 tokens",
-        "ValueError: gradients='shares' is unknown",
+        "ValueError: gradients='total' is unknown",
         "ValueError: documents=[0, 5, 6, 8] must be",
         "ValueError: pool got no documents with layout='per_document'",
     ]
     for found in ranks(2, values_and_refusals):
         for text, start in zip(found, expected, strict=True):
             assert text.startswith(start), text
+
+
+@on_ranks
+def read_again(gradients: Any, degrees: tuple[int, ...], last: bool) -> list[Any]:
+    """The error of the gradient of losses of tokens that read a pooled value again, and the warnings of ``mean_loss``
+    or of a second ``pool``."""
+    names = ("cp",) if len(degrees) == 1 else ("ring", "ulysses")
+    handler = ContextParallelHandler(init_device_mesh("cpu", degrees, mesh_dim_names=names), "head_tail")
+    handler.cp.batch.graphs_to_read = 4
+    g = torch.Generator().manual_seed(3)
+    whole, weights, counted = (torch.randn(2, 16, generator=g, dtype=torch.float64) for _ in range(3))
+    one, shown = whole.clone().requires_grad_(), counted > -0.5
+    ratio = ((one * shown).sum(1, keepdim=True) / shown.sum(1, keepdim=True)).exp()
+    (ratio * weights + one.square()).mean().backward()
+    share = handler.dispatch(whole, 1).requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ratio = handler.pool(share, "mean", mask=handler.dispatch(shown, 1), length=16, gradients=gradients).exp()
+        losses = ratio * handler.dispatch(weights, 1) + share.square()
+        if last:
+            loss = handler.pool(losses, "mean", length=16, gradients="mean").mean()
+        else:
+            loss = handler.mean_loss(losses, gradients="mean")
+    loss.backward()
+    assert share.grad is not None and one.grad is not None
+    mine = share.grad / handler.cp.size  # as an average over the ranks leaves it
+    error = relative_error(mine, handler.dispatch(one.grad, 1))
+    return [error, " ".join(str(x.message) for x in caught)]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["mean_loss", "pool"])
+@pytest.mark.parametrize("degrees", [(1,), (2,), (2, 2)], ids=str)
+def test_a_pooled_value_that_tokens_read_again_has_the_gradient_of_all_ranks(
+    ranks: Any, degrees: tuple[int, ...], last: bool
+) -> None:
+    for error, warned in ranks(math.prod(degrees), read_again, "shares", degrees, last):
+        assert error <= 1e-12 and warned == ""
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["mean_loss", "pool"])
+def test_a_pooled_value_that_tokens_read_again_without_its_gradient_is_warned_of(ranks: Any, last: bool) -> None:
+    for error, warned in ranks(2, read_again, "mean", (2,), last):
+        assert error > 0.01 and 'Pass gradients="shares" to that pool' in warned
 
 
 @on_ranks
