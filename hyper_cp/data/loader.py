@@ -36,19 +36,24 @@ def local_batches(
     _refuse_second_count(batches, accumulate)
     source, ranks = iter(batches), ranks_of(mesh) if accumulate > 1 else ()
     more = mesh.size() > cp.size
-    while group := [read(whole) for whole in islice(source, accumulate)]:
-        labels = [batch.labels for batch in group]
-        counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
-        weights: Any = [None] if counts is None else _weights(counts)
-        for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
-            local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
-            local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
-            local.weight, local.last = local.weights[0], number == len(group)
-            numbers: Any = ()
-            if counts is not None and device.type == "cpu":  # all ranks of a cp mesh have counted the same labels
-                numbers = (counts[number - 1] // (cp.size * cp.batch.copies(ranks) if more else 1)).tolist()
-            local.counted = cp.batch.counted = Counted(ranks, tuple(numbers))
-            yield local
+    counted = Counted()
+    try:
+        while group := [read(whole) for whole in islice(source, accumulate)]:
+            labels = [batch.labels for batch in group]
+            counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
+            weights: Any = [None] if counts is None else _weights(counts)
+            for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
+                local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
+                local.weights = [1.0] * (1 if batch.labels is None else len(batch.labels)) if weight is None else weight
+                local.weight, local.last = local.weights[0], number == len(group)
+                numbers: Any = ()
+                if counts is not None and device.type == "cpu":  # all ranks of a cp mesh have counted the same labels
+                    numbers = (counts[number - 1] // (cp.size * cp.batch.copies(ranks) if more else 1)).tolist()
+                local.counted = cp.batch.counted = counted = Counted(ranks, tuple(numbers))
+                yield local
+    finally:
+        if cp.batch.counted is counted:  # later losses are of other batches
+            cp.batch.counted = Counted()
     if more and accumulate > 1:  # ranks that have another group would wait for this one
         _over_ranks(torch.empty(0, 1 + depth, dtype=torch.int64, device=device), accumulate, mesh)
 

@@ -102,6 +102,10 @@ def _normed(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collect
     return _along_dim(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
 
 
+def _normed_rows(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return _along_rows(x, (x, *args[2:]), kwargs, lengths)
+
+
 Along = Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool]
 
 
@@ -176,8 +180,11 @@ def _fourier(dims: str) -> tuple[str, ...]:
 
 _REDUCTIONS = (
     *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean"),
-    *("median", "softmax", "log_softmax", "logsumexp", "argsort"),
+    *("median", "softmax", "log_softmax", "logsumexp", "argsort", "std_mean", "prod", "quantile", "aminmax"),
+    *("nanmean", "nansum", "nanmedian", "nanquantile"),
 )
+_NORMS = ("norm", "linalg_vector_norm", "normalize")
+"""Functions with the kind of a norm before their dimension."""
 TABLE = (
     Mixing(
         "convolves {0.kernel_size[0]} neighbouring positions",
@@ -267,18 +274,21 @@ TABLE = (
             ("scans positions", ("cumulative_trapezoid",), _along_third(-1), GATHER),
         )
     ),
-    Mixing(
-        "reduces positions",
-        functions=_REDUCTIONS,
-        along=_along_rows,
-        instead='Call handler.pool(x, "mean") in its place, which takes "sum" and "last" too, or gather the sequence '
-        "before it with handler.combine",
-        refused=False,
-        warned=True,
-        activations=True,
+    *(
+        Mixing(
+            "reduces positions",
+            functions=functions,
+            along=along,
+            instead='Call handler.pool(x, "mean") in its place, which takes "sum" and "last" too, or gather the '
+            "sequence before it with handler.combine",
+            refused=False,
+            warned=True,
+            activations=True,
+        )
+        for functions, along in ((_REDUCTIONS, _along_rows), (_NORMS, _normed_rows))
     ),
     Mixing("reduces positions", functions=_REDUCTIONS, along=_along_dim, refused=False),
-    Mixing("reduces positions", functions=("norm",), along=_normed, refused=False),
+    Mixing("reduces positions", functions=_NORMS, along=_normed, refused=False),
 )
 ROUTED = Mixing("runs along the sequence", instead="RecurrentContextParallel on {0} in the plan runs it over all ranks")
 """Modules that call recurrences and convolutions which can be routed."""

@@ -128,7 +128,8 @@ class Runs:
         if self.sequence is None:
             raise ValueError(
                 f"the length of the sequence in a batch of type {type(self.batch).__name__} is unknown. Nothing was "
-                "split by the handler that loss_fn received. Split the batch with it, or pass a dict with input_ids"
+                "split by the handler that loss_fn received. Split the batch with it, or pass a dict with input_ids. "
+                "Models that split their inputs by themselves (of diffusers, encoder-decoders) cannot be verified"
             )
         return trace
 

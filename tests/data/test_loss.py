@@ -1003,6 +1003,24 @@ def test_gradients_of_a_whole_that_is_dispatched_again(ranks: Any, layout: str) 
 
 
 @on_ranks
+def behind_a_loader() -> list[str]:
+    """The error and the warnings of a loss of other tokens behind the end of a loader that has counted labels."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    handler, x = ContextParallelHandler(both["cp"], "contiguous"), torch.ones(2, 8, requires_grad=True)
+    wholes = [{"x": torch.ones(2, 8), "labels": torch.ones(2, 8, dtype=torch.int64)} for _ in range(2)]
+    for batch in handler.loader(wholes, accumulate=2, mesh=both["dp", "cp"]):
+        handler.mean_loss(batch["x"], batch["labels"], mesh=both["dp", "cp"], elsewhere=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = error_of(lambda: handler.mean_loss(handler.dispatch(x, 1), elsewhere=True))
+    return [error, *(str(warning.message) for warning in caught)]
+
+
+def test_what_a_loader_has_counted_is_not_expected_of_later_losses(ranks: Any) -> None:
+    assert ranks(4, behind_a_loader) == [[""]] * 4
+
+
+@on_ranks
 def unsaid_gradients(wrapper: str) -> list[str]:
     """Warnings of combine and of mean_loss, under a wrapper or without one."""
     mesh, handler, model = setup(wrapper, "contiguous")

@@ -79,6 +79,10 @@ INKLING = {
     **{"layer_types": ["hybrid_sliding", "hybrid"], "swa_head_dim": 8, "d_rel": 4, "rel_extent": 7},
     **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "log_scaling_n_floor": 3},
 }
+SHARED_KEYS: dict[str, Any] = {
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    "num_kv_shared_layers": 2,  # as E2B has them
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "inkling_text": {**INKLING, "mlp_layer_types": ["dense", "sparse"]},
     "inkling2_text": {**INKLING, "n_layers_per_attn_res_block": 1},
@@ -128,6 +132,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": SHARED_KEYS,
+    "gemma4_unified_text": SHARED_KEYS,
     "zamba": {
         "layers_block_type": None,
         "layer_types": ["linear_attention", "hybrid"] * 2,

@@ -98,6 +98,32 @@ def tuples() -> list[float]:
         return [*found, *(absolute_error(made(**batch, **x)[0], want) for x in ({}, {"return_dict": False}))]
 
 
+@on_ranks
+def states_of_layers(kind: str, return_dict: bool) -> float:
+    """The largest error of the states of each layer, and of gradients of a loss of them."""
+    model, batch = tiny_causal(kind, CLASSES), {"input_ids": tokens(22), "labels": torch.tensor([0, 1])}
+    made = prepared(model)
+
+    def step(model: Any) -> tuple[Any, list[Tensor]]:
+        model.zero_grad()
+        output = model(**batch, output_hidden_states=True, return_dict=return_dict)
+        loss, states = (output.loss, output.hidden_states) if return_dict else (output[0], output[-1])
+        ranks = dist.get_world_size() if model is made else 1
+        (loss + sum(x.square().mean() for x in states) / ranks).backward()
+        return states, gradients(model)
+
+    with InDouble():
+        want, found = step(model), step(made)
+    pairs = [*zip(found[0], want[0], strict=True), *zip(sum_over_ranks(*found[1]), want[1], strict=True)]
+    return max(absolute_error(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_states_of_layers_are_those_of_the_whole_sequence(ranks: Any, kind: str, return_dict: bool) -> None:
+    assert max(ranks(2, states_of_layers, kind, return_dict)) <= 1e-10
+
+
 def test_losses_in_tuples(ranks: Any) -> None:
     for found in ranks(2, tuples):
         assert len(found) == 5 and max(found) <= 1e-10, found

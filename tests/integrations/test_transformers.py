@@ -177,6 +177,25 @@ def test_padding_that_an_outer_model_reads(ranks: Any) -> None:
 
 
 @on_ranks
+def prefixes() -> dict[str, float]:
+    """Errors of a model whose first tokens see each other (HRM-Text), by the types of its tokens."""
+    model, found = tiny_causal("hrm_text"), {}
+    direct, handler = prepared(model, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
+    for case in ("plain", "right", "left"):
+        batch = batches()[case]
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+        batch["token_type_ids"][0, 2:9], batch["token_type_ids"][1, 7:15] = 1, 1
+        direct.zero_grad()
+        found[case] = compare(direct, prepare_batch(handler, batch), unsharded(model, batch))
+    return found
+
+
+def test_tokens_of_a_prefix_see_each_other(ranks: Any) -> None:
+    for found in ranks(2, prefixes):
+        assert max(found.values()) <= 1e-10, found
+
+
+@on_ranks
 def documents_of_a_batch(layout: str) -> float:
     """Documents under each of their names place the tokens, and are what attention sees."""
     settings = {"layout": layout, "ulysses_degree": 1, "kv_exchange": "ring"}

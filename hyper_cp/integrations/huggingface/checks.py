@@ -406,7 +406,15 @@ def _writes_attention(module: nn.Module, source: str) -> bool:
 
 def masks_by_types(model: nn.Module) -> bool:
     """True if a model makes masks of the types of its tokens, in which the tokens of one image see each other."""
-    return _says(model, "block_sequence_ids")
+    return _says(model, _BY_TYPES)
+
+
+def makes_by_types(decoder: nn.Module) -> bool:
+    """True if a decoder makes these masks itself (HRM-Text): it is given a mask in its own hook."""
+    return _BY_TYPES in source_of(type(decoder).forward)
+
+
+_BY_TYPES = "block_sequence_ids"
 
 
 def always_overlays(model: nn.Module) -> bool:
@@ -473,7 +481,8 @@ def check_inputs(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             f"{name} got logits_to_keep={kept if isinstance(kept, int) else 'a tensor'}, as generate passes it: each "
             "rank would keep the last positions of its own share. Leave it out; to generate call "
-            "hyper_cp.hf.generate(model, handler, input_ids)"
+            "hyper_cp.hf.generate(model, handler, input_ids). (Phi 3 drops the cache of generate where a text passes "
+            "original_max_position_embeddings: generate in context_parallel_mesh(model, a mesh of one rank))"
         )
     media = [key for key, x in kwargs.items() if x is not None and is_media(key, x)]
     if media:

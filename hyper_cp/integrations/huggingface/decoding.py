@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -172,12 +173,7 @@ class SplitModelCache(Cache):
     def __init__(self, handler: ContextParallelHandler, model: Any) -> None:
         self.handler = handler
         self.turn = Turn(handler, any(hands_on_latents(x) for x in model.modules()))
-        layers: list[Any] = [
-            StateLayer(self.turn, layer.number_of_states)
-            if isinstance(layer, LinearAttentionLayer)
-            else SplitLayer(self.turn, getattr(layer, "sliding_window", None))
-            for layer in _layers(model)
-        ]
+        layers = [self._layer(layer) for layer in _layers(model)]
         self._split = [x for x in layers if isinstance(x, SplitLayer)]
         self._states = [x for x in layers if isinstance(x, StateLayer)]
         super().__init__(layers=layers)
@@ -187,6 +183,14 @@ class SplitModelCache(Cache):
         """True up to the first forward of a call of ``generate``; the mask of all tokens in the last forward."""
         self.running = False
         """True from the beginning of a forward to its end: after an exception, layers hold different tokens."""
+
+    def _layer(self, layer: Any) -> Any:
+        """What keeps on the ranks what a layer of a cache keeps on one device."""
+        if isinstance(layer, LinearAttentionLayer):
+            return StateLayer(self.turn, layer.number_of_states)
+        if isinstance(layer, DummyLayer):  # it attends to the keys of an earlier layer
+            return layer
+        return SplitLayer(self.turn, getattr(layer, "sliding_window", None))
 
     @property
     def nbytes(self) -> int:
@@ -348,7 +352,7 @@ def _layers(model: Any) -> list[Any]:
     config = decoder.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     kinds = list(getattr(config, "layer_types", None) or ())
-    known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer]
+    known: list[type] = [DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer]
     if holds(decoder, has_indexer_seam):
         known.append(DynamicIndexedLayer)
     others = {type(layer).__name__ for layer in layers if type(layer) not in known}

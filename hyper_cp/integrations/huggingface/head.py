@@ -11,7 +11,7 @@ from transformers.masking_utils import create_masks_for_generate
 from ...data.packing import take_documents
 from . import forward, router_loss
 from .batch import TOKEN_TYPES, check_entries, prepare_batch
-from .checks import always_overlays, check_inputs, decoder_of, makes_mask, masks_by_types, masks_outputs
+from .checks import always_overlays, check_inputs, decoder_of, makes_by_types, makes_mask, masks_by_types, masks_outputs
 from .decoder import ON_THE_HOST, DecoderHook, as_one_device, tokens_in
 from .decoding import SplitModelCache
 from .forward import OneDevice
@@ -73,8 +73,9 @@ class HeadHook:
             forward.begin(model, OneDevice(self.decoder.implementation))  # a model around its decoder makes masks, too
         if ready is not None and tokens is not None and masks_by_types(model):
             made |= {name: x.to(tokens.device) for name, x in ready.token_types.items() if name in kwargs}
-            makes = len(made) > len(kept) or owner_of(model, decoder_of(model)) is not None  # masks, not its decoder
-            if makes and kwargs.get("attention_mask") is None:
+            decoder = decoder_of(model)
+            makes = len(made) > len(kept) or owner_of(model, decoder) is not None
+            if makes and not makes_by_types(decoder) and kwargs.get("attention_mask") is None:
                 # A mask of ones: without any, transformers takes the jumps of local positions for packed sequences.
                 made["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
             if not alone and not ready.token_types and always_overlays(model) and kwargs.get("attention_mask") is None:

@@ -57,7 +57,8 @@ class MaskRequest:
         return self
 
     def __getitem__(self, index: Any) -> MaskRequest:
-        if not self.selects or index not in _HEAD:
+        whole = isinstance(index, tuple) and all(x in _ALL for x in index)  # -0 tokens to keep (Gemma 4)
+        if not whole and (not self.selects or index not in _HEAD):
             self.refuse("getitem")
         return self
 
@@ -100,6 +101,7 @@ def _refused(name: str) -> Any:
     return lambda self, *args: self.refuse(name)
 
 
+_ALL = (slice(None), slice(0, None))
 _HEAD = ((slice(None), 0), (slice(None), 0, slice(None), slice(None)))
 """The indices with which an indexer takes the mask of its only head."""
 

@@ -108,10 +108,21 @@ class PooledHook:
 
     @_on_the_host
     def after(self, decoder: nn.Module, args: Any, output: Any) -> Any:
-        """The output of the decoder with the states of the whole sequence."""
+        """The output of the decoder with the states of the whole sequence, also with those of each layer."""
+        share = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        last = self.whole(share)
+
+        def joined(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(joined, x))
+            of_tokens = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == share.shape[:2]
+            return last if x is share else self.whole(x) if of_tokens else x
+
         if isinstance(output, tuple):
-            return (self.whole(output[0]), *output[1:])
-        output.last_hidden_state = self.whole(output.last_hidden_state)
+            return (last, *(joined(x) if isinstance(x, tuple) else x for x in output[1:]))
+        output.last_hidden_state = last
+        if output.get("hidden_states") is not None:
+            output.hidden_states = joined(output.hidden_states)
         return output
 
     @_on_the_host
