@@ -485,7 +485,7 @@ class ContextParallelHandler(Shares):
             counted = self.cp.batch.weighed
             loss.refuse_other_ranks(counted, whole)
         loss.warn_of_sum(self.cp, gradients)
-        warn_of_pooled(self.cp, "mean_loss", losses)
+        warn_of_pooled(self.cp, "mean_loss", losses, losses if labels is None else labels)
         if not elsewhere:
             loss.refuse_idle(self.cp, self.style is not None)
         logits = Logits(ignore_index, softcap, scale, chunk)

@@ -42,7 +42,7 @@ def pool(
     if mask is not None and (known := shares.cp.batch.entries.past_of(mask)) and known[0] is not None:
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
     factor = gradient_factor(shares.cp, x, gradients, "pool")
-    warn_of_pooled(shares.cp, "pool", x)
+    warn_of_pooled(shares.cp, "pool", x, x)
     at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length)
     index = torch.arange(len(x), device="cpu")[:, None] * (count + 1) + numbers  # the last column is of no document
     index = index.flatten().to(x.device)
@@ -98,11 +98,17 @@ def _refuse_additive(tokens: Tensor) -> None:
         )
 
 
-def warn_of_pooled(cp: CPMesh, caller: str, values: Any) -> None:
+def warn_of_pooled(cp: CPMesh, caller: str, values: Any, per_token: Any) -> None:
     """Warn, once on a mesh, if ``caller`` gets values of this rank's tokens that depend on a result of ``pool`` as if
-    each rank had its whole gradient. The first graphs are read only: they have thousands of nodes."""
+    each rank had its whole gradient. The first graphs are read only: they have thousands of nodes.
+
+    ``per_token``: one number for each value. Those of documents, which all ranks have alike, are as they should be.
+    """
     batch = cp.batch
     if cp.size == 1 or is_compiling() or not batch.graphs_to_read or getattr(values, "grad_fn", None) is None:
+        return
+    shape = getattr(per_token, "shape", ())
+    if len(shape) < 2 or not batch.lengths.made.intersection(shape[:2]):
         return
     batch.graphs_to_read -= 1
     if has_pooled(values):

@@ -266,6 +266,24 @@ def test_a_pooled_value_that_tokens_read_again_without_its_gradient_is_warned_of
 
 
 @on_ranks
+def of_documents() -> list[str]:
+    """Warnings of a mean over losses of documents, which all ranks have alike."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous")
+    handler.cp.batch.graphs_to_read = 4
+    share = handler.dispatch(torch.rand(8, 16, 3), 1).requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pooled = handler.pool(share, "mean", length=16, gradients="mean")[:, 0]
+        handler.mean_loss(pooled.square().sum(1), gradients="mean", elsewhere=True)
+        handler.mean_loss(pooled, torch.zeros(8, dtype=torch.int64), gradients="mean", elsewhere=True)
+    return [str(x.message) for x in caught]
+
+
+def test_losses_of_pooled_documents_are_not_warned_of(ranks: Any) -> None:
+    assert ranks(2, of_documents) == [[], []]
+
+
+@on_ranks
 def sequence_first() -> list[str]:
     """Errors of values [S/n, B, ...] in the block of a batch without padding, and sums of [B, S/n] and of others."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
