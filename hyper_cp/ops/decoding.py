@@ -22,9 +22,10 @@ from . import kernels
 from .checks import cast_for_autocast, check_local, check_sinks
 from .config import Call
 from .differentiable import no_autocast
+from .engine import last_dim_contiguous
 from .kernels import scores
 from .kernels.indexer import BestKeys
-from .kernels.inputs import TileInputs, last_dim_contiguous
+from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, accumulation_dtype, part
 from .kernels.scores import TileScore
 from .kernels.selected import TileSelection

@@ -29,7 +29,7 @@ from .entries import EntryTiles
 from .exchange.tails import SwappedTails
 from .exchange.travel import Gradients, Travel
 from .kernels.dropout import Dropout, draw_seed
-from .kernels.inputs import TileInputs, last_dim_contiguous
+from .kernels.inputs import TileInputs
 from .kernels.partials import Partials, RowSum, accumulation_dtype, add, like_queries, part
 from .kernels.scores import TileScores, find
 from .kernels.selected import Selections
@@ -290,6 +290,11 @@ class KeyGradients:
 
 Compute = Callable[[Tile, TileInputs, Sequence[Tensor], Any], None]
 """The last argument is a :class:`KeyGradients`, or for tiles over entries :class:`EntryTiles`."""
+
+
+def last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Copy tensors whose head dim is not contiguous: operators that take a log-sum-exp read it so, unchecked."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 @torch.library.custom_op("hyper_cp::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

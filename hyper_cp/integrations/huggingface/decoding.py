@@ -185,7 +185,7 @@ class SplitModelCache(Cache):
         """True from the beginning of a forward to its end: after an exception, layers hold different tokens."""
 
     def _layer(self, layer: Any) -> Any:
-        """What keeps on the ranks what a layer of a cache keeps on one device."""
+        """Make the layer that keeps on the ranks what a layer of a cache keeps on one device."""
         if isinstance(layer, LinearAttentionLayer):
             return StateLayer(self.turn, layer.number_of_states)
         if isinstance(layer, DummyLayer):  # it attends to the keys of an earlier layer

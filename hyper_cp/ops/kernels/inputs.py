@@ -21,11 +21,6 @@ Parts = tuple[tuple[Range, Range], ...]
 """Rectangles (rows, columns) of a tile, none empty, ascending and disjoint in rows and in columns."""
 
 
-def last_dim_contiguous(*tensors: Tensor) -> list[Tensor]:
-    """Copy tensors whose head dim is not contiguous: operators that take a log-sum-exp read it so, unchecked."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-
 @dataclass(slots=True, eq=False)
 class TileInputs:
     """The tensors of one tile, and which of its queries see which of its keys.
