@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -232,18 +233,34 @@ class context_parallel:
 
 
 def _refuse_longer_tables(buffers: list[Tensor], dims: list[int]) -> None:
-    """Raise ``ValueError`` for a table of positions, which has no batch dimension, with more rows than the tokens."""
-    lengths = {x.shape[dim] for x, dim in zip(buffers, dims, strict=True) if not x.is_floating_point() and dim % x.ndim}
-    if len(lengths) != 1:  # no tokens, or those of two sequences
+    """Raise ``ValueError`` for a table of positions that is longer than the tokens. Where lengths differ, it waits for
+    the device of whole numbers that have no rows of a batch."""
+    each = list(zip(buffers, [dim % x.ndim for x, dim in zip(buffers, dims, strict=True)], strict=True))
+    if len({x.shape[dim] for x, dim in each}) < 2:
         return
-    (length,) = lengths
-    for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
-        if x.is_floating_point() and not dim % x.ndim and x.shape[dim] > length:
+    rows = max(x.shape[:dim].numel() for x, dim in each)
+    tables = [_is_table(x, dim, rows) for x, dim in each]
+    # The tokens may be those of two sequences.
+    length = max((x.shape[dim] for (x, dim), table in zip(each, tables, strict=True) if not table), default=0)
+    for i, ((x, dim), table) in enumerate(zip(each, tables, strict=True)):
+        if table and x.shape[dim] > length > 0:
+            part = ", ".join([*":" * dim, f":{length}"])
             raise ValueError(
                 f"buffers[{i}] of shape {tuple(x.shape)} is a table of {x.shape[dim]} positions, and the tokens have "
                 f"{length}. Each rank would get a part of the table that does not belong to its tokens. Pass the rows "
-                f"of the tokens, x[:{length}], as a view, and let the model read those"
+                f"of the tokens, table = x[{part}], as a view, and let the model read that tensor in place of x"
             )
+
+
+def _is_table(buffer: Tensor, dim: int, rows: int) -> bool:
+    """True for numbers of positions, which have no rows of a batch: whole ones count 0, 1, 2 and so on. ``rows``: the
+    most that a buffer has. (Those of one row may be features of another sequence.)"""
+    if buffer.shape[:dim].numel() > 1:
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return not dim or rows > 1
+    counting = torch.arange(buffer.shape[dim], device=buffer.device)
+    return buffer.numel() == len(counting) and bool((buffer.flatten() == counting).all())
 
 
 def _listed(argument: str, given: Any) -> list[Any]:
@@ -423,6 +440,14 @@ class _Routing(DispatchMode):
         self.rows = {rows for rows, _ in self.call.shares}
         self.attending: set[type[nn.Module]] = set()
         """Modules that have projected something in the block and are named like attention."""
+        self.unread = {
+            s.memory[1]: s.buffer
+            for s in sharded
+            if s.splits and s.whole is not None and (s.shares_memory or not s.dim)
+        }
+        """Buffers that may be parts or copies of a table, by their memory, as long as no function has read them."""
+        self.read_whole: list[Tensor] = []
+        """Those in whose place functions have read other tensors of the same memory."""
         self.calls_before = 0
         self.around: nn.Module | None = None
         """The model on a mesh of one rank in whose forward the block has begun."""
@@ -432,6 +457,8 @@ class _Routing(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not is_compiling() and self.shares:  # no guards on what every block has of its own
+            if self.unread and func.__name__ != "__get__":  # of an attribute, such as the shape
+                self._find_unread([*args, *kwargs.values()])
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in BACKWARD and not is_compiling():
             return differentiate(self, func, args, kwargs)
@@ -534,13 +561,37 @@ class _Routing(DispatchMode):
         _blocks.remove(self)
         running_mixers.remove(self.mixer)
         self.take_out()  # another block may have begun since, and go on: generators end in any order
-        self._warn_if_local(error[0])
+        if error[0] is None:
+            self._warn_if_local()
+            self._warn_of_unread()
 
-    def _warn_if_local(self, error: Any) -> None:
+    def _find_unread(self, given: Iterable[Any]) -> None:
+        """Note which buffers a function reads, and in place of which it reads other tensors of their memory."""
+        for x in given:
+            if type(x) in (tuple, list):
+                self._find_unread(x)
+            elif id(x) in self.shares:
+                self.unread = {memory: buffer for memory, buffer in self.unread.items() if buffer is not x}
+            elif type(x) in (Tensor, nn.Parameter):
+                with suppress(NotImplementedError, RuntimeError):  # those of torch.func have no memory
+                    self.read_whole += [y for y in (self.unread.get(x.untyped_storage().data_ptr()),) if y is not None]
+
+    def _warn_of_unread(self) -> None:
+        """Warn of buffers that were not read in the block, while other tensors of their memory were."""
+        for buffer in self.unread.values() if self.call.mesh.parallel else ():
+            if any(buffer is x for x in self.read_whole):
+                shape = tuple(self.shares[id(buffer)].shape)
+                warnings.warn(
+                    f"a buffer of this context_parallel block, whose share has shape {shape}, was not read in the "
+                    "block, and the whole tensor was of which it is a view: each rank then takes its first rows, and "
+                    "not those of its own tokens. Keep the view in a variable or an attribute, pass it as the buffer, "
+                    "and let the model read it (model.table = table)",
+                    stacklevel=3,
+                )
+
+    def _warn_if_local(self) -> None:
         """Warn of modules named like attention that have run in a block in which no attention was routed."""
         new = [kind for kind in self.attending if kind not in _attended]
-        if error is not None:
-            return
         _attended.update(new)
         ran = self.call.routed or self.mixer.routed or batch_state.calls_of_engine > self.calls_before
         if new and not ran:

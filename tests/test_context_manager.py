@@ -646,6 +646,16 @@ def wrong() -> dict[str, str]:
                 "is a table of 16 positions, and the tokens have 8": lambda: enter(
                     x.long(), torch.zeros(16, 4), dims=[1, 0]
                 ),
+                r"\(16, 2\) is a table of 16 positions.* table = x\[:8\], as": lambda: enter(
+                    x.long(), torch.zeros(16, 2, dtype=torch.complex64), dims=[1, 0]
+                ),
+                r"\(1, 16, 4\) is a table of 16 positions.* table = x\[:, :8\]": lambda: enter(
+                    x, torch.zeros(1, 16, 4), dims=[1, 1]
+                ),
+                r"\(1, 16\) is a table of 16 positions": lambda: enter(
+                    x.long(), torch.arange(16).unsqueeze(0), dims=[1, 1]
+                ),
+                r"\(16,\) is a table of 16 positions": lambda: enter(x[:1].long(), torch.arange(16), dims=[1, 0]),
                 "was made under inference_mode": lambda: enter(torch.inference_mode()(torch.zeros)(2, 8)),
                 "sharded by an enclosing block already": lambda: inside(lambda: enter(x)),
                 "dropout_p=1.0 must be a probability below 1": lambda: inside(
@@ -837,3 +847,48 @@ def tokens_added_in_a_block(added: int, length: int) -> int:
 def test_tokens_that_every_rank_adds_in_a_block_are_warned_of(ranks: Any, added: int, length: int) -> None:
     """More than as many as a share has were taken for another sequence."""
     assert ranks(2, tokens_added_in_a_block, added, length) == [int(added > 0)] * 2
+
+
+# --------------------------------------------------------------------------- tables of positions
+
+
+@on_ranks
+def several_lengths() -> list[list[int]]:
+    """The shapes of shares of buffers of two lengths, none of which is a table: an encoder's and a decoder's, and
+    features of one row beside its tokens."""
+    found = []
+    g = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(9, (1, n), generator=g) for n in (16, 8))
+    for buffers, dims in (
+        ([source, target, torch.arange(16).unsqueeze(0)], [1, 1, 1]),
+        ([torch.zeros(1, 16, 4), target], [1, 1]),
+        ([torch.zeros(16, 4), source], [0, 1]),
+    ):
+        with context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=dims):
+            found.append([x.shape[dim] for x, dim in zip(buffers, dims, strict=True)])
+    return found
+
+
+def test_buffers_of_two_sequences_are_no_tables(ranks: Any) -> None:
+    assert ranks(2, several_lengths) == [[[8, 4, 8], [8, 4], [8, 8]]] * 2
+
+
+@on_ranks
+def view_of_a_table(reads: str) -> list[str]:
+    """Warnings of a block whose buffer is a view of a table, of which the model reads the whole, the view, or only the
+    shape."""
+    table, x = nn.Parameter(torch.rand(32, 4)) if reads == "parameter" else torch.rand(32, 4), torch.zeros(2, 16, 4)
+    rows = table.detach()[:16]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with context_parallel(cp_mesh(), buffers=[x, rows], buffer_seq_dims=[1, 0]):
+            read = {"view": lambda: x + rows, "shape": lambda: table.shape}
+            read.get(reads, lambda: x + table[: x.shape[1]])()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("reads", ["whole", "parameter", "view", "shape"])
+def test_a_table_that_is_read_in_place_of_its_rows_is_warned_of(ranks: Any, reads: str) -> None:
+    for found in ranks(2, view_of_a_table, reads):
+        assert len(found) == (reads in ("whole", "parameter"))
+        assert all("of which it is a view" in text for text in found)

@@ -216,7 +216,8 @@ def read_batch(
         whole.read_padding()
         whole.refuse_second_sequence()
         # An explicit mask says what sees what. (To shift labels, documents have to be named all the same.)
-        explicit = entries.get("attention_mask") is not None and "attention_mask" not in whole.dims
+        mask = entries.get("attention_mask")
+        explicit = isinstance(mask, Tensor) and "attention_mask" not in whole.dims and mask.shape[-2] == mask.shape[-1]
         named_documents = documents is not None or any(name in batch for name in (*OFFSETS, *IDS))
         if not named_documents and (shift_labels or not explicit):
             whole.refuse_restarts()

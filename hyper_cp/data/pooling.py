@@ -107,8 +107,9 @@ def warn_of_pooled(cp: CPMesh, caller: str, values: Any, per_token: Any) -> None
     batch = cp.batch
     if cp.size == 1 or is_compiling() or not batch.graphs_to_read or getattr(values, "grad_fn", None) is None:
         return
-    shape = getattr(per_token, "shape", ())
-    if len(shape) < 2 or not batch.lengths.made.intersection(shape[:2]):
+    shape, shares = getattr(per_token, "shape", ()), batch.lengths.made
+    flat = any(n % share == 0 for n in shape for share in shares) if len(shape) == 1 else False  # with the rows
+    if not flat and (len(shape) < 2 or not shares.intersection(shape[:2])):
         return
     batch.graphs_to_read -= 1
     if has_pooled(values):

@@ -68,14 +68,13 @@ class ShareLengths:
     def warn_of_change(self, length: int, of_block: int) -> None:
         """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
         dropped. The share is that of the block's batch or buffers (0: none), of which a part without rest may be a
-        pooled sequence, and a multiple a longer one; or that of other batches, from which other sequences may differ by
-        more than a few."""
+        pooled sequence; or that of other batches, from which other sequences may differ by more than a few."""
         if self._warned:
             return
         batch = [of_block] if of_block else []
         for share in batch or self.made:
             few = 0 < abs(length - share) <= min(FEW, share - 1, length - 1)
-            if share % length and length % share if batch else few:
+            if share % length if batch else few:
                 self._warned = True
                 what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
                 warnings.warn(
@@ -83,7 +82,8 @@ class ShareLengths:
                     "If every rank has added tokens (CLS, registers, prompts, text) or dropped some (x[:, :-1]), the "
                     "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
                     "before it is split. If this is a dimension that is not split (frames, channels), leave the module "
-                    "out of the plan; if it is another sequence that is split, ignore the warning",
+                    "out of the plan; if it is another sequence that is split, or one that was lengthened (an "
+                    "hourglass), ignore the warning",
                     stacklevel=8,
                 )
                 return

@@ -532,7 +532,7 @@ def counts_locally(x: Tensor, binding: Binding) -> bool:
     cp, layout, length = binding.active.views[0], binding.style.mode.layout, x.shape[-1] if x.ndim else 0
     if not counts_from_0(x) or length not in cp.batch.lengths:
         return False
-    documents = read(cp.batch.known_documents)
+    documents = read(cp.batch.known_documents if binding.documents is None else binding.documents)
     if by_documents(layout) if documents is None else documents.rows[0][-1] != length * cp.size:
         return False  # positions are unknown
     try:

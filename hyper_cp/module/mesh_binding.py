@@ -126,6 +126,8 @@ class Binding:
         """Positions of q in the last call, before it is exchanged: this rank's share of the sequence."""
         self.rows: int | None = None
         """Rows of the batch of q in the last call."""
+        self.documents: Tensor | None = None
+        """Those of the last batch of a prepared model, whose blocks do not know them."""
         self.ran = False
         """True once a call has begun (compiled calls do not count)."""
         self.applied: tuple[weakref.ref[nn.Module], int] | None = None

@@ -98,6 +98,18 @@ def _along_rows(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Col
     return any(x.shape[d] in lengths for d in dims if d < x.ndim - 1)
 
 
+def _ordered(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """True for numbers that are ordered along a dimension, the last one by default. (Whole numbers are ordered to sort
+    tokens by experts.)"""
+    dims = _dims(x, args, kwargs) or [x.ndim - 1]
+    return x.is_floating_point() and any(x.shape[d] in lengths for d in dims if d >= 0)
+
+
+def _normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    shape: Any = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+    return len(shape) > 1 and any(n in lengths for n in [*shape][:-1])
+
+
 def _normed(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
     return _along_dim(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
 
@@ -180,11 +192,11 @@ def _fourier(dims: str) -> tuple[str, ...]:
 
 _REDUCTIONS = (
     *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean"),
-    *("median", "softmax", "log_softmax", "logsumexp", "argsort", "std_mean", "prod", "quantile", "aminmax"),
+    *("median", "softmax", "log_softmax", "softmin", "logsumexp", "std_mean", "prod", "quantile", "aminmax", "mode"),
     *("nanmean", "nansum", "nanmedian", "nanquantile"),
 )
-_NORMS = ("norm", "linalg_vector_norm", "normalize")
-"""Functions with the kind of a norm before their dimension."""
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "normalize", "cosine_similarity", "kthvalue")
+"""Reductions with another argument, such as the kind of a norm, before their dimension."""
 TABLE = (
     Mixing(
         "convolves {0.kernel_size[0]} neighbouring positions",
@@ -250,6 +262,7 @@ TABLE = (
         refused=False,
         warned=True,
     ),
+    Mixing("orders positions", functions=("sort", "argsort"), along=_ordered, refused=False, warned=True),
     Mixing(
         "shifts or selects positions",
         functions=("roll", "diff", "topk"),
@@ -272,6 +285,7 @@ TABLE = (
             ("turns or sums up positions", ("fliplr", "local_response_norm"), _always_along(1), GATHER),
             ("differentiates positions", ("gradient",), _along_third(None), GATHER),
             ("scans positions", ("cumulative_trapezoid",), _along_third(-1), GATHER),
+            ("takes its statistics over positions", ("layer_norm", "rms_norm"), _normalised, GATHER),
         )
     ),
     *(

@@ -207,6 +207,8 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
         text = _SHARE_OF_MEMORY
     elif replicated:
         return
+    elif style.cross_attention and keys not in batch.lengths.made and more in batch.lengths.made:
+        text = _ADDED_KEYS
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT
     elif not known and (0 < more <= min(FEW, queries - 1) or (more > 0 and in_block and keys not in batch.lengths)):
@@ -223,6 +225,12 @@ _OWN_KEYS = (
     "sequence (null, prefix or register keys) would count once for each of the {ranks} ranks. Add them to the whole "
     "sequence, use ulysses_degree=None with q, k, v as inputs, or, if the keys are another sequence, give the module a "
     "style with cross_attention=True"
+)
+_ADDED_KEYS = (
+    "{name} attends from {queries} queries to {keys} keys on each rank, as many as a share of a batch and the queries "
+    "together. Queries that are keys, too (latents of a resampler), would count once for each of the {ranks} ranks. "
+    "Attend to the share in one call and to the queries in another, or gather the sequence (handler.combine) and leave "
+    "the module out of the plan. If the keys are a split sequence of this length, ignore this warning"
 )
 _SHARE_OF_MEMORY = (
     '{name} attends with kv_exchange="replicated" to {keys} keys, as many as shares have that handlers of this mesh '

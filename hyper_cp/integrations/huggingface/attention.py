@@ -80,8 +80,9 @@ def attention_forward(
     if not isinstance(state, ForwardState):
         raise RuntimeError(
             f'{type(module).__name__} runs attn_implementation="hyper_cp", but does not know the cp mesh. Call '
-            "hyper_cp.integrations.transformers.prepare_model(model, mesh, style=...), and the model as a whole. If it "
-            "shares its config with a model that was prepared, give it one of its own, copy.deepcopy(config)"
+            "hyper_cp.integrations.transformers.prepare_model(model, mesh, style=...), and the model as a whole. "
+            "Another model that shares its config with a prepared one needs one of its own, copy.deepcopy(config). A "
+            "layer of yours beside the decoder (multi-token prediction, a draft) does not: it would attend to the share"
         )
     if not is_compiling():
         state.callers.append(module)

@@ -235,6 +235,7 @@ class DecoderHook:
         if batch.padding_counts and not self.hides_padding:
             table = batch.documents if batch.tokens is None else None
             batch = replace(batch, documents=table, tokens=None, keys=batch.visible)
+        self.binding.documents = batch.documents
         check_padding(module, self.mixers, handler.layout, batch, tokens)
         self._check_eager(module, batch)
         passed = frozenset(kwargs)

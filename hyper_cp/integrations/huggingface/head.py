@@ -48,8 +48,14 @@ class HeadHook:
                 kwargs = self._begin(model, cache, kwargs, kept)
             if cache.get_seq_length() == 0:
                 kwargs, kept = self._prompt(cache, kwargs, kept)
-            elif isinstance(mask := kwargs.get("attention_mask"), Tensor):
-                cache.turn.new_mask = mask[:, -check_entries({**kwargs, "position_ids": None}).shape[1] :]
+            else:
+                new = check_entries({**kwargs, "position_ids": None})
+                count = new.shape[1]
+                if isinstance(mask := kwargs.get("attention_mask"), Tensor):
+                    cache.turn.new_mask = mask[:, -count:]
+                # By number: some models cut their masks, too, if they get a count of the last ones (Gemma 4).
+                last = {name: x for name, x in kept.items() if count > 1 and isinstance(x, int) and 0 < x < count}
+                kept |= {name: torch.arange(count - x, count, device=new.device) for name, x in last.items()}
             cache.running = True
         ready = kwargs.get("context_parallel")
         self.decoder.given_positions = kwargs.get("position_ids") is not None
