@@ -215,8 +215,8 @@ def warn_of_sum(cp: CPMesh, gradients: str) -> None:
         cp.batch.warned_of_gradients = True
         warnings.warn(
             'mean_loss has gradients="sum", and DDP or FSDP is around a model on this cp mesh. It averages gradients, '
-            'so they would be too small by the number of ranks. Keep gradients="mean", and multiply the loss of a prepared '
-            "encoder-decoder by handler.cp.size. If you multiply losses or gradients already, ignore this warning",
+            'so they would be too small by the number of ranks. Keep gradients="mean", and multiply the loss of a '
+            "prepared encoder-decoder by handler.cp.size. If you multiply losses or gradients already, ignore this",
             stacklevel=3,
         )
 
