@@ -177,6 +177,23 @@ def test_padding_that_an_outer_model_reads(ranks: Any) -> None:
 
 
 @on_ranks
+def router_logits(kind: str) -> list[Any]:
+    """The error of a model that returns logits of routers and makes no loss of them, and their tokens on a rank."""
+    model, batch = tiny_causal(kind), batch_of()
+    direct, handler = prepared(model, layout="head_tail", ulysses_degree=1, kv_exchange="ring")
+    local = {**prepare_batch(handler, batch), "output_router_logits": True}
+    error = compare(direct, local, unsharded(model, batch))
+    output = direct(**local)
+    return [error, getattr(output, "aux_loss", None), output.router_logits[0].flatten(0, -2).shape[0]]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "hy_v3"])
+def test_router_logits_without_a_loss_are_those_of_the_share(ranks: Any, kind: str) -> None:
+    for error, loss, rows in ranks(2, router_logits, kind):
+        assert error <= 1e-10 and loss is None and rows == 24
+
+
+@on_ranks
 def prefixes() -> dict[str, float]:
     """Errors of a model whose first tokens see each other (HRM-Text), by the types of its tokens."""
     model, found = tiny_causal("hrm_text"), {}
