@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._torch import checkpoint, flex_patch
 from ._torch.compiling import is_compiling
 from ._torch.modes import past_modes
-from ._torch.modules import running_modules
+from ._torch.modules import count_compilations, running_modules
 from .data.sharding import checked_dim, resolve_layout
 from .handler import ContextParallelHandler
 from .mesh import batch_state
@@ -229,38 +229,53 @@ class context_parallel:
                     "out of no_restore_buffers of the earlier block, or pass the whole batch again"
                 )
             seen.add(id(x))
-        _refuse_longer_tables(self._buffers, self._dims)
+        _check_tables(self._buffers, self._dims)
 
 
-def _refuse_longer_tables(buffers: list[Tensor], dims: list[int]) -> None:
-    """Raise ``ValueError`` for a table of positions that is longer than the tokens. Where lengths differ, it waits for
-    the device of whole numbers that have no rows of a batch."""
+def _check_tables(buffers: list[Tensor], dims: list[int]) -> None:
+    """Check numbers of positions that are longer than the tokens: they have no rows of a batch.
+
+    ``ValueError`` for a table, a warning for numbers in floating point ``[1, S, ..]``, which may be features of another
+    sequence. Where lengths differ, it waits for the device of whole numbers that have no rows.
+    """
     each = list(zip(buffers, [dim % x.ndim for x, dim in zip(buffers, dims, strict=True)], strict=True))
     if len({x.shape[dim] for x, dim in each}) < 2:
         return
-    rows = max(x.shape[:dim].numel() for x, dim in each)
-    tables = [_is_table(x, dim, rows) for x, dim in each]
-    # The tokens may be those of two sequences.
-    length = max((x.shape[dim] for (x, dim), table in zip(each, tables, strict=True) if not table), default=0)
+    longer = [x.shape[:dim].numel() == 1 and not _is_whole(x) for x, dim in each]
+    counting = [not table and _counts(x, dim) for (x, dim), table in zip(each, longer, strict=True)]
+    tables = [a or b for a, b in zip(longer, counting, strict=True)]
+    # Tokens have rows. They may be those of two sequences.
+    lengths = (x.shape[dim] for (x, dim), table in zip(each, tables, strict=True) if dim and not table)
+    length = max(lengths, default=0)
     for i, ((x, dim), table) in enumerate(zip(each, tables, strict=True)):
-        if table and x.shape[dim] > length > 0:
-            part = ", ".join([*":" * dim, f":{length}"])
-            raise ValueError(
-                f"buffers[{i}] of shape {tuple(x.shape)} is a table of {x.shape[dim]} positions, and the tokens have "
-                f"{length}. Each rank would get a part of the table that does not belong to its tokens. Pass the rows "
-                f"of the tokens, table = x[{part}], as a view, and let the model read that tensor in place of x"
+        if not table or not x.shape[dim] > length > 0:
+            continue
+        part = ", ".join([*":" * dim, f":{length}"])
+        pass_rows = (
+            f"Each rank would get a part of the table that does not belong to its tokens. Pass the rows of the tokens, "
+            f"table = x[{part}], as a view, and let the model read that tensor in place of x"
+        )
+        if dim and x.is_floating_point():
+            warnings.warn(
+                f"buffers[{i}] of shape {tuple(x.shape)} has {x.shape[dim]} positions, and the tokens have {length}. "
+                f"If it is a table of positions: {pass_rows}. If it is another sequence, ignore this warning",
+                stacklevel=5,
             )
+            continue
+        raise ValueError(
+            f"buffers[{i}] of shape {tuple(x.shape)} is a table of {x.shape[dim]} positions, and the tokens have "
+            f"{length}. {pass_rows}"
+        )
 
 
-def _is_table(buffer: Tensor, dim: int, rows: int) -> bool:
-    """True for numbers of positions, which have no rows of a batch: whole ones count 0, 1, 2 and so on. ``rows``: the
-    most that a buffer has. (Those of one row may be features of another sequence.)"""
-    if buffer.shape[:dim].numel() > 1:
-        return False
-    if buffer.is_floating_point() or buffer.is_complex():
-        return not dim or rows > 1
+def _is_whole(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex())
+
+
+def _counts(buffer: Tensor, dim: int) -> bool:
+    """True for whole numbers 0, 1, 2 and so on of one row."""
     counting = torch.arange(buffer.shape[dim], device=buffer.device)
-    return buffer.numel() == len(counting) and bool((buffer.flatten() == counting).all())
+    return _is_whole(buffer) and buffer.numel() == len(counting) and bool((buffer.flatten() == counting).all())
 
 
 def _listed(argument: str, given: Any) -> list[Any]:
@@ -305,7 +320,7 @@ class _Sharded:
             self.share = handler.dispatch(buffer.detach(), self.dim)
             # The old storage, unless the buffer is to give it up.
             self.whole = None if keep_share else buffer.detach()
-        self.splits = self.share.shape != buffer.shape
+        self.splits, self.rows = self.share.shape != buffer.shape, buffer.shape[: self.dim].numel()
         storage = buffer.untyped_storage()
         self.memory = buffer.device, storage.data_ptr()
         self.shares_memory = buffer._base is not None or storage.nbytes() > buffer.numel() * buffer.element_size()
@@ -413,6 +428,8 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 _PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum}
 """Functions of which a recurrence calls one at least, to project its inputs."""
+_OF_SHAPES = {"__get__", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "__len__"}
+"""The names of functions that read no numbers; the first one is that of attributes."""
 _REQUIRE = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 
@@ -443,7 +460,7 @@ class _Routing(DispatchMode):
         self.unread = {
             s.memory[1]: s.buffer
             for s in sharded
-            if s.splits and s.whole is not None and (s.shares_memory or not s.dim)
+            if s.splits and s.whole is not None and (not _is_whole(s.buffer) or (s.shares_memory and s.rows == 1))
         }
         """Buffers that may be parts or copies of a table, by their memory, as long as no function has read them."""
         self.read_whole: list[Tensor] = []
@@ -457,7 +474,7 @@ class _Routing(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not is_compiling() and self.shares:  # no guards on what every block has of its own
-            if self.unread and func.__name__ != "__get__":  # of an attribute, such as the shape
+            if self.unread and func.__name__ not in _OF_SHAPES:
                 self._find_unread([*args, *kwargs.values()])
             args, kwargs = tuple(map(self._shared, args)), {name: self._shared(x) for name, x in kwargs.items()}
         if func in BACKWARD and not is_compiling():
@@ -578,7 +595,8 @@ class _Routing(DispatchMode):
 
     def _warn_of_unread(self) -> None:
         """Warn of buffers that were not read in the block, while other tensors of their memory were."""
-        for buffer in self.unread.values() if self.call.mesh.parallel else ():
+        # Compiled code reads unseen.
+        for buffer in self.unread.values() if self.call.mesh.parallel and not count_compilations() else ():
             if any(buffer is x for x in self.read_whole):
                 shape = tuple(self.shares[id(buffer)].shape)
                 warnings.warn(

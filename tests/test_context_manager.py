@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
+from hyper_cp import ContextParallel, ContextParallelHandler, context_manager, context_parallel
 from hyper_cp.context_manager import _blocks, _sharded_now
 from hyper_cp.mesh import comm
 from hyper_cp.module.attention_calls import spelled
@@ -650,7 +651,7 @@ def wrong() -> dict[str, str]:
                     x.long(), torch.zeros(16, 2, dtype=torch.complex64), dims=[1, 0]
                 ),
                 r"\(1, 16, 4\) is a table of 16 positions.* table = x\[:, :8\]": lambda: enter(
-                    x, torch.zeros(1, 16, 4), dims=[1, 1]
+                    x, torch.zeros(1, 16, 4, dtype=torch.complex64), dims=[1, 1]
                 ),
                 r"\(1, 16\) is a table of 16 positions": lambda: enter(
                     x.long(), torch.arange(16).unsqueeze(0), dims=[1, 1]
@@ -854,26 +855,46 @@ def test_tokens_that_every_rank_adds_in_a_block_are_warned_of(ranks: Any, added:
 
 @on_ranks
 def several_lengths() -> list[list[int]]:
-    """The shapes of shares of buffers of two lengths, none of which is a table: an encoder's and a decoder's, and
-    features of one row beside its tokens."""
+    """The lengths of shares of buffers of two lengths, none of which is a table: an encoder's and a decoder's, with
+    rows or the sequence first."""
     found = []
     g = torch.Generator().manual_seed(0)
     source, target = (torch.randint(9, (1, n), generator=g) for n in (16, 8))
     for buffers, dims in (
         ([source, target, torch.arange(16).unsqueeze(0)], [1, 1, 1]),
-        ([torch.zeros(1, 16, 4), target], [1, 1]),
         ([torch.zeros(16, 4), source], [0, 1]),
+        ([torch.zeros(16, 2, 4), target.mT.expand(-1, 2).clone()], [0, 0]),
+        ([torch.zeros(16, 4), target[0], torch.arange(16)], [0, 0, 0]),
     ):
-        with context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=dims):
+        with warnings.catch_warnings(), context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=dims):
+            warnings.simplefilter("error")
             found.append([x.shape[dim] for x, dim in zip(buffers, dims, strict=True)])
     return found
 
 
 def test_buffers_of_two_sequences_are_no_tables(ranks: Any) -> None:
-    assert ranks(2, several_lengths) == [[[8, 4, 8], [8, 4], [8, 8]]] * 2
+    assert ranks(2, several_lengths) == [[[8, 4, 8], [8, 8], [8, 4], [8, 4, 8]]] * 2
 
 
 @on_ranks
+def longer_numbers(rows: int) -> list[str]:
+    """Warnings of a block with numbers of more positions than its tokens, which may be features."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        buffers = [torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(1, 16, 4)]
+        with context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=[1, 1]):
+            pass
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_numbers_of_more_positions_than_the_tokens_are_warned_of(ranks: Any, rows: int) -> None:
+    for (text,) in ranks(2, longer_numbers, rows):
+        assert "buffers[1] of shape (1, 16, 4) has 16 positions, and the tokens have 8" in text
+
+
+@on_ranks
+@patch.object(context_manager, "count_compilations", lambda: 0)
 def view_of_a_table(reads: str) -> list[str]:
     """Warnings of a block whose buffer is a view of a table, of which the model reads the whole, the view, or only the
     shape."""

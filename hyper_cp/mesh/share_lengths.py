@@ -22,8 +22,10 @@ class ShareLengths:
         """The layouts in which handlers have split shares of each length; none if one was attended only."""
         self._last = ""
         """The layout of the last split."""
-        self._warned = self._warned_of_whole = self._warned_of_layout = self._warned_of_ranks = False
-        """True once a call with a few positions more or less than a share has been warned of."""
+        self._warned_of_whole = self._warned_of_layout = self._warned_of_ranks = False
+        """True once a call with the whole batch, in another layout or on other ranks has been warned of."""
+        self._warned_of_change: set[bool] = set()
+        """True in it once calls with a multiple of a share have been warned of, False once those with other lengths."""
 
     def record(self, length: int, layout: str | None = None) -> None:
         """Record the length of a share; ``layout``: that in which a handler has made it."""
@@ -69,21 +71,20 @@ class ShareLengths:
         """Warn, once, of a call with other positions than this rank's share: on every rank tokens were added, or
         dropped. The share is that of the block's batch or buffers (0: none), of which a part without rest may be a
         pooled sequence; or that of other batches, from which other sequences may differ by more than a few."""
-        if self._warned:
-            return
         batch = [of_block] if of_block else []
         for share in batch or self.made:
             few = 0 < abs(length - share) <= min(FEW, share - 1, length - 1)
-            if share % length if batch else few:
-                self._warned = True
+            kind = length % share == 0  # several for each token, perhaps
+            if (share % length if batch else few) and kind not in self._warned_of_change:
+                self._warned_of_change.add(kind)
                 what = f"{abs(length - share)} positions {'more' if length > share else 'less'}"
                 warnings.warn(
                     f"attention runs over {length} positions on this rank, {what} than its share of a batch, {share}. "
                     "If every rank has added tokens (CLS, registers, prompts, text) or dropped some (x[:, :-1]), the "
                     "sequence of all ranks has them in the middle, once for each rank. Do that to the whole batch, "
                     "before it is split. If this is a dimension that is not split (frames, channels), leave the module "
-                    "out of the plan; if it is another sequence that is split, or one that was lengthened (an "
-                    "hourglass), ignore the warning",
+                    "out of the plan; if it is another sequence that is split, or each token has become several (an "
+                    "hourglass, states and actions, patches of frames), ignore the warning",
                     stacklevel=8,
                 )
                 return

@@ -6,6 +6,7 @@ The guards of plans and of ``context_parallel`` blocks, ``tiled``, the checks of
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -88,14 +89,42 @@ def _dims(x: Tensor, args: Arguments, kwargs: dict[str, Any]) -> list[int]:
 
 
 def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return any(x.shape[d] in lengths for d in _dims(x, args, kwargs))
+    return _long(x, _dims(x, args, kwargs), lengths)
+
+
+def _long(x: Tensor, dims: list[int], lengths: Collection[int]) -> bool:
+    """True if one of these dimensions is as long as a share, or all are together (rows and columns of a grid)."""
+    return any(x.shape[d] in lengths for d in dims) or _grid(x, dims) in lengths
+
+
+def _grid(x: Tensor, dims: list[int]) -> int:
+    return math.prod(x.shape[d] for d in dims) if len(dims) > 1 else 0
+
+
+def _on_grid(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """True for tokens that were put on a grid ``[B, C, rows, columns]``, or one of frames, too."""
+    return x.ndim > 3 and math.prod(x.shape[2:]) in lengths
+
+
+def _convolved_grid(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    """The same, with a kernel that reaches further than its stride. (That of patches does not.)"""
+    weight, sides = kwargs.get("weight", args[1] if len(args) > 1 else None), x.ndim - 2
+    kernel = weight.shape[2:] if isinstance(weight, Tensor) else _each(weight or kwargs.get("kernel_size"), sides)
+    place = 3 if isinstance(weight, Tensor) else 2
+    stride = kwargs.get("stride", args[place] if len(args) > place else 1 if place == 3 else kernel)
+    reaches = any(size > step for size, step in zip(kernel, _each(stride or kernel, sides), strict=False))
+    return reaches and _on_grid(x, args, kwargs, lengths)
+
+
+def _normalised_grid(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False)) and _on_grid(x, args, kwargs, lengths)
 
 
 def _along_rows(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
     """True for a dimension before the last one, which mostly holds channels. (Whole numbers are counted to sort tokens
     by experts.)"""
     dims = [] if isinstance(x, nn.Parameter) or not x.is_floating_point() else _dims(x, args, kwargs)
-    return any(x.shape[d] in lengths for d in dims if d < x.ndim - 1)
+    return any(x.shape[d] in lengths for d in dims if d < x.ndim - 1) or _grid(x, dims) in lengths
 
 
 def _ordered(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -107,7 +136,7 @@ def _ordered(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collec
 
 def _normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
     shape: Any = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
-    return len(shape) > 1 and any(n in lengths for n in [*shape][:-1])
+    return len(shape) > 1 and any(n in lengths for n in shape)
 
 
 def _normed(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -184,6 +213,10 @@ class Mixing:
 
 
 _SHIFT = f"{GATHER}, use handler.roll_tensor for a shift"
+
+
+_POOLS_OF_GRIDS = tuple(f"{kind}_pool{n}d" for kind in ("max", "avg") for n in (2, 3))
+_ADAPTIVE = tuple(f"adaptive_{kind}_pool{n}d" for kind in ("max", "avg") for n in (2, 3))
 
 
 def _fourier(dims: str) -> tuple[str, ...]:
@@ -286,6 +319,11 @@ TABLE = (
             ("differentiates positions", ("gradient",), _along_third(None), GATHER),
             ("scans positions", ("cumulative_trapezoid",), _along_third(-1), GATHER),
             ("takes its statistics over positions", ("layer_norm", "rms_norm"), _normalised, GATHER),
+            ("takes its statistics over a grid of positions", ("batch_norm",), _normalised_grid, GATHER),
+            ("takes its statistics over a grid of positions", ("instance_norm", "group_norm"), _on_grid, GATHER),
+            ("convolves a grid of positions", ("conv2d", "conv3d"), _convolved_grid, GATHER),
+            ("pools a grid of positions", _POOLS_OF_GRIDS, _convolved_grid, GATHER),
+            ("pools or resizes a grid of positions", (*_ADAPTIVE, "interpolate"), _on_grid, GATHER),
         )
     ),
     *(

@@ -207,7 +207,7 @@ def _warn_of_keys(call: RunningCall, request: AttentionRequest) -> None:
         text = _SHARE_OF_MEMORY
     elif replicated:
         return
-    elif style.cross_attention and keys not in batch.lengths.made and more in batch.lengths.made:
+    elif style.cross_attention and keys not in batch.lengths.made and more != queries and more in batch.lengths.made:
         text = _ADDED_KEYS
     elif style.cross_attention and request.masked and layouts - {layout}:
         text = _OTHER_LAYOUT

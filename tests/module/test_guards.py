@@ -534,6 +534,18 @@ def by_hand(block: bool) -> dict[str, list[int]]:
         "right: pad and windows of channels": lambda x: F.pad(x.mT, (1, -1)).unfold(2, 3, 1),
         "mean": lambda x: x.mT.mean(1),
         "softmax": lambda x: F.softmax(x.mT, dim=1),
+        "conv2d of a grid": lambda x: F.conv2d(x.unflatten(2, (2, 4)), torch.zeros(4, 1, 3, 3), padding=1, groups=4),
+        "batch_norm of a grid": lambda x: F.batch_norm(x.unflatten(2, (2, 4)), None, None, training=True),
+        "group_norm of a grid": lambda x: F.group_norm(x.unflatten(2, (2, 4)), 2),
+        "pool of a grid": lambda x: F.avg_pool2d(x.unflatten(2, (2, 4)), 3, 1, 1),
+        "adaptive pool of a grid": lambda x: F.adaptive_avg_pool2d(x.unflatten(2, (2, 4)), 1),
+        "mean of a grid": lambda x: x.unflatten(2, (2, 4)).mean((2, 3)),
+        "roll of a grid": lambda x: x.unflatten(2, (2, 4)).roll((1, 1), (2, 3)),
+        "fft of a grid": lambda x: torch.fft.rfft2(x.unflatten(2, (2, 4))),
+        "right: patches of a grid": lambda x: (
+            F.conv2d(x.unflatten(2, (2, 4)), torch.zeros(4, 4, 2, 2), stride=2),
+            F.avg_pool2d(x.unflatten(2, (2, 4)), 2),
+        ),
         "layer_norm": lambda x: F.layer_norm(x.mT, x.mT.shape[1:]),
         "argsort": lambda x: x.mT[..., 0].argsort(dim=1),
         "sort": lambda x: x.mT[..., 0].sort(),
@@ -813,7 +825,7 @@ def windows_of_a_block(how: str, batched: bool) -> list[int]:
             warnings.simplefilter("always")
             model(batch["inputs_embeds"])
         found.append(len(caught))
-        words = "one that was lengthened (an hourglass)" if how == "longer" else "windows, frames or blocks"
+        words = "each token has become several (an hourglass" if how == "longer" else "windows, frames or blocks"
         assert all(words in str(w.message) for w in caught)
     return found
 
@@ -889,6 +901,10 @@ class Adds(nn.Module):
         self.how, self.inner = how, Windows(0)
 
     def forward(self, x: Tensor) -> Tensor:
+        if "latents" in self.how:  # among the keys, or not
+            x, latents = (y.unflatten(2, (2, 4)).transpose(1, 2) for y in (x, x[:, :3] * 0))
+            k = torch.cat([x, latents], 2) if "keys" in self.how else x
+            return F.scaled_dot_product_attention(latents, k, k)
         if "keys" in self.how:
             q = x.unflatten(2, (2, 4)).transpose(1, 2)
             k = torch.cat([torch.zeros_like(q[:, :, :1]).repeat(1, 1, 90 if "many" in self.how else 1, 1), q], 2)
@@ -901,8 +917,8 @@ class Adds(nn.Module):
 @on_ranks
 def warnings_of_added(how: str, block: bool) -> list[int]:
     """Warnings of two forwards, in the block of a batch or without one."""
-    style, mesh = ContextParallel(1, 2, 1, None), cp_mesh()
-    model = parallelize_module(Adds(how), mesh, style if "keys" in how else {"inner": style})
+    style, mesh = ContextParallel(1, 2, 1, None, cross_attention="latents" in how), cp_mesh()
+    model = parallelize_module(Adds(how), mesh, style if "keys" in how or "latents" in how else {"inner": style})
     handler, found = ContextParallelHandler(mesh, style), []
     batch = handler.get_batch_on_this_cp_rank({"inputs_embeds": torch.ones(2, 16, 8)})
     for _ in range(2):
@@ -922,6 +938,8 @@ def test_tokens_that_every_rank_adds_warn_once(ranks: Any) -> None:
     for how in ("text", "many keys"):  # more than a rank has of its own: another sequence, unless the batch is known
         assert ranks(2, warnings_of_added, how, True) == [[1, 0]] * 2, how
     assert ranks(2, warnings_of_added, "", True) == [[0, 0]] * 2
+    assert ranks(2, warnings_of_added, "keys and latents", False) == [[1, 0]] * 2
+    assert ranks(2, warnings_of_added, "latents", False) == [[0, 0]] * 2
 
 
 # --------------------------------------------------------------------------- keys of other queries
