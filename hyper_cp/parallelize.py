@@ -24,6 +24,7 @@ from .mesh.cp_mesh import CPMesh
 from .module import attention_calls
 from .module.dispatch_mode import EnteredMode, dispatching
 from .module.guards import counts_from_0, takes_positions
+from .module.mesh_binding import bindings
 from .module.mixers.calls import is_mixer
 from .planner.cluster import cluster_of
 from .planner.model import ModelShape, model_shape
@@ -212,6 +213,11 @@ def _found(model: nn.Module, example: Any, device_type: str) -> tuple[list[_Laye
             f"example is {example if example is None else type(example).__name__}. The attention modules of a "
             f"{type(model).__name__} are found in one forward. Pass the arguments of the model for a small whole "
             "batch, as a tuple or a dict: parallelize(model, mesh, (tokens[:1, :64],))"
+        )
+    if bindings(model):
+        raise ValueError(
+            f"{type(model).__name__} has modules to which a plan is already applied. Applying another would split "
+            "sequences twice. Make the model anew, or keep what the first call has returned"
         )
     flex_patch.install(dispatching)
     calls = _Calls(model)

@@ -256,10 +256,13 @@ def wrong(case: str) -> str:
         return error_of(lambda: parallelize(nn.Sequential(make("llama")), mesh, example))
     if case == "settings":
         return error_of(lambda: parallelize(GPT(), mesh, example, qkv_indices=(0, 1, 2), seq_dim=2))
+    if case == "twice":
+        model, _ = parallelize(GPT(), mesh, example)
     return error_of(lambda: parallelize(model, mesh, example))
 
 
 WRONG = {
+    "twice": "ValueError: GPT has modules to which a plan is already applied",
     "no example": "ValueError: example is None.*Pass the arguments of the model",
     "no attention": "ValueError: no attention call was found in the forward of Sequential",
     "by hand": "ValueError: no attention call was found in the forward of GPT",
