@@ -215,8 +215,8 @@ class Mixing:
 _SHIFT = f"{GATHER}, use handler.roll_tensor for a shift"
 
 
-_POOLS_OF_GRIDS = tuple(f"{kind}_pool{n}d" for kind in ("max", "avg") for n in (2, 3))
-_ADAPTIVE = tuple(f"adaptive_{kind}_pool{n}d" for kind in ("max", "avg") for n in (2, 3))
+_POOLS_OF_GRIDS = tuple(f"{kind}{n}d" for kind in ("max_pool", "avg_pool") for n in (2, 3))
+_ADAPTIVE = tuple(f"adaptive_{name}" for name in _POOLS_OF_GRIDS)
 
 
 def _fourier(dims: str) -> tuple[str, ...]:
