@@ -241,9 +241,7 @@ def _check_tables(buffers: list[Tensor], dims: list[int]) -> None:
     each = list(zip(buffers, [dim % x.ndim for x, dim in zip(buffers, dims, strict=True)], strict=True))
     if len({x.shape[dim] for x, dim in each}) < 2:
         return
-    longer = [x.shape[:dim].numel() == 1 and not _is_whole(x) for x, dim in each]
-    counting = [not table and _counts(x, dim) for (x, dim), table in zip(each, longer, strict=True)]
-    tables = [a or b for a, b in zip(longer, counting, strict=True)]
+    tables = [_may_be_table(x, dim) for x, dim in each]
     # Tokens have rows. They may be those of two sequences.
     lengths = (x.shape[dim] for (x, dim), table in zip(each, tables, strict=True) if dim and not table)
     length = max(lengths, default=0)
@@ -268,14 +266,18 @@ def _check_tables(buffers: list[Tensor], dims: list[int]) -> None:
         )
 
 
-def _is_whole(buffer: Tensor) -> bool:
-    return not (buffer.is_floating_point() or buffer.is_complex())
-
-
-def _counts(buffer: Tensor, dim: int) -> bool:
-    """True for whole numbers 0, 1, 2 and so on of one row."""
+def _may_be_table(buffer: Tensor, dim: int) -> bool:
+    """True for numbers of positions that have no rows of a batch; integers count 0, 1, 2 and so on."""
+    if buffer.shape[:dim].numel() > 1:
+        return False
+    if not _holds_integers(buffer):
+        return True
     counting = torch.arange(buffer.shape[dim], device=buffer.device)
-    return _is_whole(buffer) and buffer.numel() == len(counting) and bool((buffer.flatten() == counting).all())
+    return buffer.numel() == len(counting) and bool((buffer.flatten() == counting).all())
+
+
+def _holds_integers(buffer: Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex())
 
 
 def _listed(argument: str, given: Any) -> list[Any]:
@@ -460,11 +462,11 @@ class _Routing(DispatchMode):
         self.unread = {
             s.memory[1]: s.buffer
             for s in sharded
-            if s.splits and s.whole is not None and (not _is_whole(s.buffer) or (s.shares_memory and s.rows == 1))
+            if s.splits and s.whole is not None and (not _holds_integers(s.buffer) or (s.shares_memory and s.rows == 1))
         }
         """Buffers that may be parts or copies of a table, by their memory, as long as no function has read them."""
-        self.read_whole: list[Tensor] = []
-        """Those in whose place functions have read other tensors of the same memory."""
+        self.read_whole: set[int] = set()
+        """The memory of which functions have read other tensors than buffers."""
         self.calls_before = 0
         self.around: nn.Module | None = None
         """The model on a mesh of one rank in whose forward the block has begun."""
@@ -591,21 +593,21 @@ class _Routing(DispatchMode):
                 self.unread = {memory: buffer for memory, buffer in self.unread.items() if buffer is not x}
             elif type(x) in (Tensor, nn.Parameter):
                 with suppress(NotImplementedError, RuntimeError):  # those of torch.func have no memory
-                    self.read_whole += [y for y in (self.unread.get(x.untyped_storage().data_ptr()),) if y is not None]
+                    self.read_whole |= {x.untyped_storage().data_ptr()} & self.unread.keys()
 
     def _warn_of_unread(self) -> None:
         """Warn of buffers that were not read in the block, while other tensors of their memory were."""
-        # Compiled code reads unseen.
-        for buffer in self.unread.values() if self.call.mesh.parallel and not count_compilations() else ():
-            if any(buffer is x for x in self.read_whole):
-                shape = tuple(self.shares[id(buffer)].shape)
-                warnings.warn(
-                    f"a buffer of this context_parallel block, whose share has shape {shape}, was not read in the "
-                    "block, and the whole tensor was of which it is a view: each rank then takes its first rows, and "
-                    "not those of its own tokens. Keep the view in a variable or an attribute, pass it as the buffer, "
-                    "and let the model read it (model.table = table)",
-                    stacklevel=3,
-                )
+        if not self.call.mesh.parallel or count_compilations():  # compiled code reads unseen
+            return
+        for memory in self.read_whole & self.unread.keys():
+            shape = tuple(self.shares[id(self.unread[memory])].shape)
+            warnings.warn(
+                f"a buffer of this context_parallel block, whose share has shape {shape}, was not read in the block, "
+                "and the whole tensor was of which it is a view: each rank then takes its first rows, and not those of "
+                "its own tokens. Keep the view in a variable or an attribute, pass it as the buffer, and let the model "
+                "read it (model.table = table)",
+                stacklevel=3,
+            )
 
     def _warn_if_local(self) -> None:
         """Warn of modules named like attention that have run in a block in which no attention was routed."""

@@ -108,8 +108,8 @@ def warn_of_pooled(cp: CPMesh, caller: str, values: Any, per_token: Any) -> None
     if cp.size == 1 or is_compiling() or not batch.graphs_to_read or getattr(values, "grad_fn", None) is None:
         return
     shape, shares = getattr(per_token, "shape", ()), batch.lengths.made
-    flat = any(n % share == 0 for n in shape for share in shares) if len(shape) == 1 else False  # with the rows
-    if not flat and (len(shape) < 2 or not shares.intersection(shape[:2])):
+    flat = len(shape) == 1 and any(math.prod(shape) % share == 0 for share in shares)  # with the rows of the batch
+    if not flat and (len(shape) < 2 or shares.isdisjoint(shape[:2])):
         return
     batch.graphs_to_read -= 1
     if has_pooled(values):

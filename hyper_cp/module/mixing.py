@@ -46,8 +46,13 @@ def _recurrent(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Coll
     return any(size in lengths for size in (args[1].shape if packed else x.shape[:2]))
 
 
+def _in_training(args: Arguments, kwargs: dict[str, Any]) -> bool:
+    """True for a batch norm that takes the statistics of its input."""
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
 def _batch_normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    if not kwargs.get("training", args[5] if len(args) > 5 else False):
+    if not _in_training(args, kwargs):
         return False
     flattened = x.ndim == 2 and any(x.shape[0] % length == 0 for length in lengths if length > 1)
     return flattened or _behind_channels(x, args, kwargs, lengths)
@@ -65,10 +70,6 @@ def _pooled(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collect
         if size is not None and size > step and any(0 < n - length <= (size - 1) * dilation for length in lengths):
             return True
     return False
-
-
-def _norm_pooled(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return _pooled(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
 
 
 def _pooled_to(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -89,15 +90,12 @@ def _dims(x: Tensor, args: Arguments, kwargs: dict[str, Any]) -> list[int]:
 
 
 def _along_dim(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return _long(x, _dims(x, args, kwargs), lengths)
-
-
-def _long(x: Tensor, dims: list[int], lengths: Collection[int]) -> bool:
-    """True if one of these dimensions is as long as a share, or all are together (rows and columns of a grid)."""
+    dims = _dims(x, args, kwargs)
     return any(x.shape[d] in lengths for d in dims) or _grid(x, dims) in lengths
 
 
 def _grid(x: Tensor, dims: list[int]) -> int:
+    """The positions of a grid, whose rows and columns (and frames) these dimensions are; 0 for one dimension."""
     return math.prod(x.shape[d] for d in dims) if len(dims) > 1 else 0
 
 
@@ -117,7 +115,7 @@ def _convolved_grid(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths:
 
 
 def _normalised_grid(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return bool(kwargs.get("training", args[5] if len(args) > 5 else False)) and _on_grid(x, args, kwargs, lengths)
+    return _in_training(args, kwargs) and _on_grid(x, args, kwargs, lengths)
 
 
 def _along_rows(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
@@ -139,15 +137,12 @@ def _normalised(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Col
     return len(shape) > 1 and any(n in lengths for n in shape)
 
 
-def _normed(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return _along_dim(x, (x, *args[2:]), kwargs, lengths)  # without the type of the norm
-
-
-def _normed_rows(x: Tensor, args: Arguments, kwargs: dict[str, Any], lengths: Collection[int]) -> bool:
-    return _along_rows(x, (x, *args[2:]), kwargs, lengths)
-
-
 Along = Callable[[Tensor, Arguments, dict[str, Any], Collection[int]], bool]
+
+
+def _past_second(along: Along) -> Along:
+    """The same for functions with another argument, such as the kind of a norm, in the second place."""
+    return lambda x, args, kwargs, lengths: along(x, (x, *args[2:]), kwargs, lengths)
 
 
 def _along_third(default: int | tuple[int, ...] | None) -> Along:
@@ -270,7 +265,7 @@ TABLE = (
         tuple(f"{kind}{n}d" for kind in ("max_pool", "avg_pool") for n in (1, 2, 3)),
         along=_pooled,
     ),
-    Mixing("pools positions", (nn.LPPool1d,), tuple(f"lp_pool{n}d" for n in (1, 2, 3)), along=_norm_pooled),
+    Mixing("pools positions", (nn.LPPool1d,), tuple(f"lp_pool{n}d" for n in (1, 2, 3)), along=_past_second(_pooled)),
     Mixing(
         "pools positions",
         (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
@@ -337,10 +332,10 @@ TABLE = (
             warned=True,
             activations=True,
         )
-        for functions, along in ((_REDUCTIONS, _along_rows), (_NORMS, _normed_rows))
+        for functions, along in ((_REDUCTIONS, _along_rows), (_NORMS, _past_second(_along_rows)))
     ),
     Mixing("reduces positions", functions=_REDUCTIONS, along=_along_dim, refused=False),
-    Mixing("reduces positions", functions=_NORMS, along=_normed, refused=False),
+    Mixing("reduces positions", functions=_NORMS, along=_past_second(_along_dim), refused=False),
 )
 ROUTED = Mixing("runs along the sequence", instead="RecurrentContextParallel on {0} in the plan runs it over all ranks")
 """Modules that call recurrences and convolutions which can be routed."""

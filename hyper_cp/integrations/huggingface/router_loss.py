@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data.collectives import by_rank
-from .seams import in_file, source_of
+from .seams import in_file, is_foreign, source_of
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 """The parameters of the usual function ``load_balancing_loss_func``."""
@@ -39,10 +39,8 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
             f"the router loss of {type(model).__name__} needs one value for each. Pass the batch through prepare_batch"
         )
     function = in_file(model, "load_balancing_loss_func")
-    unused = "aux_loss" not in source_of(type(model).forward).replace("aux_loss=None", "")
-    own = not type(model).__module__.startswith("transformers.")
-    if function is None and coefficient(model) is None and unused and not own:
-        return  # it returns the logits of this rank's tokens, and makes no loss of them
+    if function is None and coefficient(model) is None and _makes_none(type(model)):
+        return  # the logits that it returns are those of this rank's tokens
     known = function is not None and list(inspect.signature(function).parameters) == PARAMETERS
     if not known or coefficient(model) is None or _top_k(model) is None:
         raise NotImplementedError(
@@ -50,6 +48,13 @@ def check(model: nn.Module, kwargs: dict[str, Any], tokens: Tensor | None) -> No
             "load-balancing loss. The model would compute it from this rank's tokens, which is wrong. Pass "
             "output_router_logits=False"
         )
+
+
+def _makes_none(kind: type[nn.Module]) -> bool:
+    """True for a class of transformers whose forward has no router loss. (Classes derived from it may make one.)"""
+    code = source_of(kind.forward).replace("aux_loss=None", "")
+    foreign = any(is_foreign(base) for base in kind.__mro__ if issubclass(base, nn.Module))
+    return not foreign and "aux_loss" not in code
 
 
 def coefficient(model: nn.Module) -> float | None:
