@@ -447,7 +447,8 @@ class ContextParallelHandler(Shares):
             labels: ``[B, S/n]``, already shifted; positions with ``ignore_index`` do not count (without labels all do).
             mask: ``[B, S/n]``, bool or weights: a weighted mean. The entry ``attention_mask`` of a batch stands for the
                 mask that the whole batch had, and so do copies of it and masks of yours in the block of the batch.
-                (Copies hold ones: behind the block, ``dispatch`` the mask.) Other entries are taken as they are.
+                (Copies hold ones: behind the block, ``dispatch`` the mask.) Other entries are taken as they are; a copy
+                of one (``.to(dtype)``) counts as a mask of yours.
             mesh: the mesh over which gradients are reduced, of any number of dimensions, if that is more than the
                 cp mesh: with data parallelism ``world["dp", "cp"]``, or the flattened mesh of FSDP. The mean is
                 over its ranks. The cp ranks must be in it.

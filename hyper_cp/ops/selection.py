@@ -74,8 +74,8 @@ def select_keys(
             q[t, h] . k[s]``.
         block: select blocks of this many adjacent keys: block i has the keys from ``block * i`` on, whatever documents
             there are. The score of a block is the largest score of its visible keys.
-        local_blocks: the number of blocks that come first whatever their scores: the block of the query, and those
-            before it.
+        local_blocks: the number of blocks that come first whatever their scores, by ascending number: the block of the
+            query and those before it.
         scale: the factor of ``q . k``; default ``D ** -0.5``.
         attn_mask: bool, ``[B|1, 1, S|1, S]`` over global positions, True where a key may be selected (padding: False).
         is_causal, layout, load_balance, window, documents: as in :func:`attention`. An indexer works as much as dense
