@@ -32,6 +32,8 @@ class WatchedLoss:
         ``loss += term`` keeps the tensor."""
         self.reads = 8
         """The number of graphs that are still read. (They have thousands of nodes.)"""
+        self.right = False
+        """True once a graph was that of a loss over all ranks: an evaluation, which has none, is such a loss, too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.made = []
@@ -56,9 +58,10 @@ class WatchedLoss:
         if self.whole:
             wrong = not adds
         elif loss.grad_fn is None:  # an evaluation
-            wrong = not adds and not _OVER_RANKS & _names(self.method)
+            wrong = not self.right and not adds and not _OVER_RANKS & _names(self.method)
         else:
             wrong = _reads_share(loss, {node for _, node, _ in self.made})
+            self.right = not wrong
         if not wrong:
             return
         self.reads = 0
