@@ -68,9 +68,15 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
     """
     modules = dict(model.root.named_modules())
     outer = [name for name, module in modules.items() if isinstance(module, whole)]
+    mixers = {name for name, styled in model.styled.items() if getattr(styled.style, "mixers", False)}
+    outer += mixers  # of a plan that was applied before: they run over all ranks
     found: dict[str, Mixing] = {}
     for name, row in mixing_modules(model.root).items():
-        if not model.allows(name) and not any(name.startswith(f"{x}." if x else "") for x in outer):
+        if (
+            name not in mixers
+            and not model.allows(name)
+            and not any(name.startswith(f"{x}." if x else "") for x in outer)
+        ):
             found[name] = row
             outer.append(name)  # not what is inside of it
     for name, module in modules.items():

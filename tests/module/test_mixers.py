@@ -105,6 +105,37 @@ def test_mixers_of_a_plan_are_exact(world: int, ranks: Ranks) -> None:
         assert all(error <= 1e-10 for error in found.values()), found
 
 
+class Stage(nn.Module):
+    """A stage of a pipeline: the layers of a model, which never runs itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = model.layers
+
+    forward = mixer.Stack.forward
+
+
+@on_ranks
+def applied_elsewhere() -> list[float]:
+    """The errors of mixers whose plan was applied to their container, and to a model of which they run outside."""
+    found, x = [], inputs()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    for container in (True, False):
+        model, style = mixer.make(), RecurrentContextParallel(layout="head_tail")
+        parallelize_module(model.layers if container else model, mesh, {"*" if container else "layers.*": style})
+        handler = ContextParallelHandler(mesh, "head_tail")
+        with handler.documents(DOCUMENTS):
+            out = (model if container else Stage(model))(handler.dispatch(x, 1))
+        out.square().sum().backward()
+        found.append(worst(model, handler, out, DOCUMENTS))
+    return found
+
+
+def test_a_plan_on_the_container_of_mixers_runs_them(ranks: Ranks) -> None:
+    for found in ranks(2, applied_elsewhere):
+        assert all(error <= 1e-10 for error in found), found
+
+
 class Checkpoints(mixer.Mixer):
     """A mixer that checkpoints its convolution, and its recurrence."""
 
