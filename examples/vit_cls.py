@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/vit_cls.py [--steps 8] [--size 72]
 
 The head reads one token, which one rank holds: `combine` gathers it. It prints the loss of every step: the same losses
-on any number of ranks. It runs on CPUs, GPUs and NPUs.
+on any number of ranks that divides the heads. It runs on CPUs, GPUs and NPUs.
 """
 
 from __future__ import annotations
