@@ -77,8 +77,9 @@ class context_parallel:
         exception, all buffers are as they were before it, so that no rank waits for another. Buffers in
         ``no_restore_buffers`` keep nothing but the share, after an exception, too, and another block refuses them.
 
-        Backward may be inside or outside the block. Outside, a model under ``torch.compile`` that saved a buffer for
-        backward raises (run backward inside), and so does activation checkpointing (its recompute would be outside).
+        Backward may be inside or outside the block. Outside, what has saved a buffer for backward raises (run backward
+        inside): a model under ``torch.compile``, and ``mean_loss(head=)`` or ``log_probs`` of labels that are a buffer.
+        So does activation checkpointing (its recompute would be outside).
 
     Raises:
         ValueError, TypeError: for buffers, dimensions or lengths that do not fit, before anything is changed.

@@ -913,25 +913,3 @@ def test_a_table_that_is_read_in_place_of_its_rows_is_warned_of(ranks: Any, read
     for found in ranks(2, view_of_a_table, reads):
         assert len(found) == (reads in ("whole", "parameter"))
         assert all("of which it is a view" in text for text in found)
-
-
-@on_ranks
-def chunked_loss_behind_a_block() -> float:
-    """The error of the gradient of a head, whose labels are a buffer of a block; backward runs behind the block."""
-    mesh, g = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), torch.Generator().manual_seed(1)
-    head, hidden = nn.Linear(8, 16).double(), torch.randn(2, 16, 8, generator=g, dtype=torch.float64)
-    for p in head.parameters():
-        p.data = torch.randn(p.shape, generator=g, dtype=torch.float64)
-    labels = torch.randint(16, (2, 16), generator=g)
-    loss = nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
-    (want,) = torch.autograd.grad(loss, head.weight)
-    handler = ContextParallelHandler(mesh, "head_tail")
-    with context_parallel(mesh, buffers=[hidden, labels], buffer_seq_dims=[1, 1], layout="head_tail"):
-        loss = handler.mean_loss(1.0 * hidden, labels, head=head, gradients="sum", elsewhere=True)
-    (got,) = torch.autograd.grad(loss, head.weight)
-    dist.all_reduce(got)
-    return (got - want).abs().max().item()
-
-
-def test_backward_of_a_loss_in_chunks_runs_behind_the_block(ranks: Any) -> None:
-    assert max(ranks(2, chunked_loss_behind_a_block)) < 1e-12

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._torch.compiling import is_compiling
 from .._torch.once import once
 from ..mesh.arguments import check_type, is_int
-from ..ops.writes import unchanged, writes, written
+from ..ops.writes import unchanged, written
 from .collectives import by_rank
 from .loss import NoClass, check_ignore_index
 from .uncounted import widened
@@ -280,9 +279,6 @@ class _LogProbs(torch.autograd.Function):
         if vocabulary.mesh is not None:
             parts = by_rank(vocabulary.mesh, torch.stack([exponents, chosen]))
             exponents, chosen = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
-        if not is_compiling() and writes(labels):
-            # Perhaps buffers of a context_parallel block, which it restores at its end: backward may run behind it.
-            labels = labels.clone()
         ctx.save_for_backward(hidden, weight, bias, labels, exponents)
         ctx.logits, ctx.vocabulary, ctx.dtype = logits, vocabulary, loop.dtype
         return torch.where(labels == logits.ignore_index, 0, (chosen - exponents).view(labels.shape))
