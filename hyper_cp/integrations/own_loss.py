@@ -17,6 +17,9 @@ from ..ops.writes import writes
 _OVER_RANKS = {"mean_loss", "combine", "pool", "log_probs"}
 """Methods of a handler whose results are those of the whole sequence."""
 
+_GRAPHS = 8
+"""The number of graphs that are read of one method."""
+
 
 class WatchedLoss:
     """The ``compute_loss`` of a user's trainer. ``whole``: its model takes whole batches, and returns whole logits.
@@ -30,10 +33,8 @@ class WatchedLoss:
         self.made: list[tuple[Tensor, Any, int]] = []
         """The losses of the trainer behind it, in the call that runs, with the node and the number of writes of each:
         ``loss += term`` keeps the tensor."""
-        self.reads = 8
-        """The number of graphs that are still read. (They have thousands of nodes.)"""
-        self.right = False
-        """True once a graph was that of a loss over all ranks: an evaluation, which has none, is such a loss, too."""
+        self.reads = _GRAPHS
+        """The number of graphs that are still read, as long as none is wrong. (They have thousands of nodes.)"""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.made = []
@@ -57,11 +58,10 @@ class WatchedLoss:
         adds, name = bool(self.made), getattr(inspect.unwrap(self.method), "__qualname__", "compute_loss")
         if self.whole:
             wrong = not adds
-        elif loss.grad_fn is None:  # an evaluation
-            wrong = not self.right and not adds and not _OVER_RANKS & _names(self.method)
+        elif loss.grad_fn is None:  # an evaluation, which is right if a graph was
+            wrong = self.reads == _GRAPHS and not adds and not _OVER_RANKS & _names(self.method)
         else:
             wrong = _reads_share(loss, {node for _, node, _ in self.made})
-            self.right = not wrong
         if not wrong:
             return
         self.reads = 0

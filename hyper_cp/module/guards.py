@@ -67,21 +67,20 @@ def refuse_mixing(model: Model, whole: tuple[type[nn.Module], ...] = ()) -> None
         whole: types whose modules see whole sequences, so that everything may be inside them.
     """
     modules = dict(model.root.named_modules())
-    outer = [name for name, module in modules.items() if isinstance(module, whole)]
     mixers = {name for name, styled in model.styled.items() if getattr(styled.style, "mixers", False)}
-    outer += mixers  # of a plan that was applied before: they run over all ranks
+    """Those of a plan that was applied before: they run over all ranks."""
+    outer = [*mixers, *(name for name, module in modules.items() if isinstance(module, whole))]
     found: dict[str, Mixing] = {}
+
+    def exempt(name: str) -> bool:
+        return model.allows(name) or any(name.startswith(f"{x}." if x else "") for x in outer)
+
     for name, row in mixing_modules(model.root).items():
-        if (
-            name not in mixers
-            and not model.allows(name)
-            and not any(name.startswith(f"{x}." if x else "") for x in outer)
-        ):
+        if name not in mixers and not exempt(name):
             found[name] = row
             outer.append(name)  # not what is inside of it
     for name, module in modules.items():
-        inside = any(name.startswith(f"{x}." if x else "") for x in outer)
-        if isinstance(module, nn.BatchNorm1d) and name not in found and not inside and not model.allows(name):
+        if isinstance(module, nn.BatchNorm1d) and name not in found and not exempt(name):
             module.register_forward_pre_hook(_refuse_training)
     if found:
         some = [f"module {name!r} ({type(modules[name]).__name__}) {found[name].does.format(modules[name])}"
