@@ -422,12 +422,13 @@ def check_options(call: Call, mode: Mode, cp: CPMesh, lengths: tuple[int, int]) 
         )
     if lengths[0] == lengths[1]:
         return
-    if call.is_causal or mode.window is not None or (call.documents is not None and call.mask is None):
+    masked = call.mask is not None or (call.score is not None and call.score.blocks is not None)
+    if call.is_causal or mode.window is not None or (call.documents is not None and not masked):
         raise ValueError(
             f"query has {lengths[0]} and key {lengths[1]} positions (kv_exchange={mode.kv_exchange!r}). "
             "Cross-attention of different lengths takes no is_causal, window or documents: document boundaries "
-            "describe queries only. Pass an explicit attn_mask, which says which keys each query sees (in a "
-            "module of a plan with cross_attention=True in its style)"
+            "describe queries only. Pass an explicit attn_mask (to FlexAttention a block_mask), which says which keys "
+            "each query sees (in a module of a plan with cross_attention=True in its style)"
         )
     if layouts.by_documents(mode.layout) and mode.kv_exchange != "replicated" and cp.size > 1:
         raise ValueError(

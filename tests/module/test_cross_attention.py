@@ -56,14 +56,18 @@ def errors() -> dict[str, float]:
         {"ulysses_degree": 1, "kv_exchange": "replicated"},
         {},
     ]
-    cases = [*itertools.product([Attention], (16, 12), modes, ((0, 1, 2), None)), (Flex, 16, modes[0], None)]
+    whole_memory: dict[str, Any] = {"ulysses_degree": 1, "kv_exchange": "replicated", "layout": "per_document"}
+    cases = [
+        *itertools.product([Attention], (16, 12), modes, ((0, 1, 2), None)),
+        (Flex, 16, modes[0], None),
+        *itertools.product([Attention, Flex], [12], [whole_memory], ((0, 1, 2), None)),
+    ]
     for kind, keys, mode, indices in cases:
         module, handler = styled(kind(), cross_attention=True, qkv_indices=indices, **mode)
         qkv, visible = whole(keys)
-        q, k, v = (handler.dispatch(x, 2) for x in qkv)
-        if mode.get("kv_exchange") == "replicated":
-            k, v = (x * 1 for x in qkv[1:])
         with handler.documents([0, TARGET, 16]):
+            q = handler.dispatch(qkv[0], 2)
+            k, v = (x * 1 if mode.get("kv_exchange") == "replicated" else handler.dispatch(x, 2) for x in qkv[1:])
             out = handler.combine(module(q, k, v, visible), 2)
         want = plain_attention(*qkv, visible=visible)
         grads = [torch.autograd.grad(y.square().sum(), qkv) for y in (out, want)]
