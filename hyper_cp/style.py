@@ -85,8 +85,8 @@ class ContextParallel(ParallelStyle):
             :meth:`ContextParallelHandler.max_logits` reads it (docs/guide/max_logits.md has the cost). It needs a
             routed attention call. In compiled code it breaks the graph.
         allow: modules that you exempt from these checks: qualified names or patterns of them (everything inside is
-            exempt too), or names of types. They may mix positions, call attention that is not routed, or have other
-            weights on each rank.
+            exempt too), or names of types. They may mix positions, get positions that count from 0, call attention
+            that is not routed, or have other weights on each rank.
 
     A call may have packed documents: run it inside ``ContextParallelHandler.documents(...)``, or pass them to
     the styled module as the keyword argument ``documents`` (see :func:`hyper_cp.ops.attention`).

@@ -247,7 +247,10 @@ class BatchState:
         """The lengths, before and after padding, of the batch to which losses of this shape belong: that of this
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
-        return self.entries.padding_of(shape, self._split)
+        split = self._split
+        if split is None and any(share in shape for _, share in self.of_buffers[-1:]):
+            return None  # buffers of a context_parallel block are split evenly
+        return self.entries.padding_of(shape, split)
 
     @property
     def places_in_block(self) -> Padding | None:

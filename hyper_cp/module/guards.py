@@ -425,13 +425,17 @@ class FirstForward(EnteredMode):
     def _warn_of_local_positions(self, caller: nn.Module, inputs: Iterable[Any]) -> None:
         """Warn if a table of positions is read, or a rotary embedding made, at 0 to S/n - 1 on a rank that holds other
         ones. (The host waits for these values, in the first forward only.)"""
+        name = self.model.names.get(id(caller), "")
+        if self.model.allows(name):
+            return
         binding = next(binding for binding in self.model.styled.values() if binding.active.parallel)
         if any(type(x) is Tensor and counts_locally(x, binding) for x in inputs):
             self.warned = True
             warnings.warn(
-                f"module {self.model.names.get(id(caller), '')!r} ({type(caller).__name__}) got positions 0, 1, 2, ... "
+                f"module {name!r} ({type(caller).__name__}) got positions 0, 1, 2, ... "
                 "on a rank whose share holds other positions. They were counted locally, perhaps by torch.arange. Pass "
-                "the model the position_ids of get_batch_on_this_cp_rank, or those of handler.position_ids",
+                "the model the position_ids of get_batch_on_this_cp_rank, or those of handler.position_ids. A module "
+                f"that sees no shares is exempt with ContextParallel(allow=({name!r},))",
                 stacklevel=6,
             )
 

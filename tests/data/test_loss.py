@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from hyper_cp import ContextParallel, ContextParallelHandler
+from hyper_cp import ContextParallel, ContextParallelHandler, context_parallel
 from hyper_cp.mesh import comm
 from tests.harness.labelled import LENGTH, ROWS, VOCABULARY, data
 from tests.harness.oracle import plain_attention, relative_error
@@ -332,7 +332,7 @@ def padding_counts() -> list[float]:
 
 
 @on_ranks
-def padding_of_an_earlier_batch() -> float:
+def padding_of_an_earlier_batch() -> tuple[float, float]:
     """The loader has split the next batch, which needs no padding, when the loss of this one is computed."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     first, second = (handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, n)}) for n in (7, 8))
@@ -341,12 +341,18 @@ def padding_of_an_earlier_batch() -> float:
         handler.mean_loss(losses, elsewhere=True)
     third = handler.get_batch_on_this_cp_rank({"input_ids": torch.zeros(3, 7)})
     with handler.documents(second):
-        return handler.mean_loss(losses * len(third), elsewhere=True).item()
+        of_second = handler.mean_loss(losses * len(third), elsewhere=True).item()
+    whole = torch.arange(24.0).view(3, 8)  # a context_parallel block splits evenly, whatever the last batch had
+    with context_parallel(handler.mesh, buffers=[whole], buffer_seq_dims=[1], layout="contiguous") as of_block:
+        of_buffers = of_block.mean_loss(whole, elsewhere=True).item()
+        with of_block.documents(first), pytest.raises(ValueError, match="this batch of 7 positions was padded to 8"):
+            of_block.mean_loss(losses, elsewhere=True)
+    return of_second, of_buffers
 
 
 def test_padding_is_that_of_the_batch_of_the_block(ranks: Any) -> None:
     """Before, it was that of the last batch: padding counted (0.75 for 1.0), or losses without padding were refused."""
-    assert ranks(2, padding_of_an_earlier_batch) == [2.0, 2.0]
+    assert ranks(2, padding_of_an_earlier_batch) == [(2.0, 11.5)] * 2
 
 
 @on_ranks

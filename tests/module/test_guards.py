@@ -687,9 +687,9 @@ class Counting(nn.Module):
 
 
 @on_ranks
-def local_positions(kind: str, layout: str, length: int = 16, ends: tuple[int, ...] = ()) -> list[int]:
+def local_positions(kind: str, layout: str, length: int = 16, ends: tuple[int, ...] = (), **options: Any) -> list[int]:
     """Warnings of two forwards."""
-    style = ContextParallel(2, 1, 1, layout=layout)
+    style = ContextParallel(2, 1, 1, layout=layout, **options)
     handler = ContextParallelHandler(cp_mesh(), style)
     model = parallelize_module(Counting(kind), cp_mesh(), {"inner": style})
     whole: dict[str, Any] = {"tokens": torch.randint(64, (2, length), generator=torch.Generator())}
@@ -709,6 +709,7 @@ def test_positions_that_are_counted_locally_warn_once(ranks: Any) -> None:
     for kind in ("counted table", "counted rotary"):
         assert ranks(2, local_positions, kind, "contiguous") == [[0, 0], [1, 0]]
         assert ranks(2, local_positions, kind, "head_tail") == [[1, 0], [1, 0]]
+        assert ranks(2, local_positions, kind, "head_tail", allow=("table",)) == [[0, 0], [0, 0]]
     for kind in ("given table", "table with a padded row"):
         assert ranks(2, local_positions, kind, "head_tail") == [[0, 0]] * 2
     for kind, warned in (("counted table", 1), ("given table", 0)):  # padded, or packed
