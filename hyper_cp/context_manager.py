@@ -246,8 +246,11 @@ def _check_tables(buffers: list[Tensor], dims: list[int]) -> None:
     # Tokens have rows. They may be those of two sequences.
     lengths = (x.shape[dim] for (x, dim), table in zip(each, tables, strict=True) if dim and not table)
     length = max(lengths, default=0)
+    features = {x.shape[dim] for x, dim in each if dim and x.is_floating_point()}  # perhaps of a second sequence
     for i, ((x, dim), table) in enumerate(zip(each, tables, strict=True)):
         if not table or not x.shape[dim] > length > 0:
+            continue
+        if _holds_integers(x) and x.shape[dim] in features:
             continue
         part = ", ".join([*":" * dim, f":{length}"])
         pass_rows = (

@@ -878,11 +878,11 @@ def test_buffers_of_two_sequences_are_no_tables(ranks: Any) -> None:
 
 @on_ranks
 def longer_numbers(rows: int) -> list[str]:
-    """Warnings of a block with numbers of more positions than its tokens, which may be features."""
+    """Warnings of a block with numbers of more positions than its tokens, which may be features with their positions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        buffers = [torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(1, 16, 4)]
-        with context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=[1, 1]):
+        buffers = [torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(1, 16, 4), torch.arange(16)]
+        with context_parallel(cp_mesh(), buffers=buffers, buffer_seq_dims=[1, 1, 0]):
             pass
     return [str(w.message) for w in caught]
 
