@@ -622,7 +622,8 @@ class ContextParallelHandler(Shares):
             reduce: ``"sum"``, ``"mean"``, or ``"last"``: the token with the highest position.
             mask: ``[B, S/n]``, this rank's share of a mask of 0 and 1: only tokens with 1 count (labels that are not
                 ignored, say). A document without any has the value 0. Other numbers are weights, as in
-                :meth:`mean_loss`: a weighted sum or mean, or the last token whose weight is not 0.
+                :meth:`mean_loss`: a weighted sum or mean, or the last token whose weight is not 0. Padding of the block
+                that this is called in never counts, also the padding before a row's first token, which has its label.
             documents: as for :meth:`documents`; default: those of the enclosing block. In layouts ``"per_document"``,
                 ``"balanced"`` and ``"auto"`` they must be those by which the tokens were placed, as for
                 :meth:`combine`. Documents without positions are left out, and so is padding; in the block of a batch

@@ -878,7 +878,7 @@ def test_buffers_of_two_sequences_are_no_tables(ranks: Any) -> None:
 
 @on_ranks
 def longer_numbers(rows: int) -> list[str]:
-    """Warnings of a block with numbers of more positions than its tokens, which may be features with their positions."""
+    """Warnings of a block with numbers of more positions than its tokens, perhaps features with their positions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         buffers = [torch.zeros(rows, 8, dtype=torch.int64), torch.zeros(1, 16, 4), torch.arange(16)]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch.compiling import is_compiling
@@ -43,7 +44,7 @@ def pool(
         mask = mask.masked_fill(known[0].to(mask.device), 0)  # the padding mask of a batch has ones left only
     factor = gradient_factor(shares.cp, x, gradients, "pool")
     warn_of_pooled(shares.cp, "pool", x, x)
-    at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length)
+    at, numbers, count = _documents_of_tokens(shares, x, mask, documents, length, reduce)
     index = torch.arange(len(x), device="cpu")[:, None] * (count + 1) + numbers  # the last column is of no document
     index = index.flatten().to(x.device)
     shown = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask != 0
@@ -174,7 +175,7 @@ def _tokens_of_block(table: Tensor | None, given: Any, mask: Tensor | None) -> T
 
 
 def _documents_of_tokens(
-    shares: Shares, x: Tensor, mask: Tensor | None, documents: Any, length: int | None
+    shares: Shares, x: Tensor, mask: Tensor | None, documents: Any, length: int | None, reduce: str
 ) -> tuple[Tensor, Tensor, int]:
     """The global positions of this rank's tokens ``[S/n]``, the number of the document of each token ``[1 or B, S/n]``
     and the number of documents. Tokens of padding have the number that follows the last one."""
@@ -198,6 +199,8 @@ def _documents_of_tokens(
         if tokens is not None:
             counted = counted & tokens
     at = resolve_layout(shares, padded, table).positions(shares.cp.rank)
+    if x.ndim == 2 and reduce != "last":
+        _warn_of_first_labels(shares.cp, x, mask, counted, at)
     packed = PackedDocuments([[0, padded]]) if table is None else read(table)
     rows = max(len(packed.rows), len(counted))
     boundaries = packed.rows * rows if len(packed.rows) == 1 else packed.rows
@@ -211,6 +214,24 @@ def _documents_of_tokens(
     numbers = zip(renumbered, packed.numbers(at).expand(rows, -1), strict=True)
     of_tokens = torch.stack([new[old - 1] for new, old in numbers])
     return at, torch.where(counted.expand(rows, -1)[:, at], of_tokens, count), count
+
+
+def _warn_of_first_labels(cp: CPMesh, x: Tensor, mask: Tensor | None, counted: Tensor, at: Tensor) -> None:
+    """Warn, once on a mesh, if numbers ``[B, S/n]`` that are left out with padding seem to be those of a row's first
+    label, which the last padding before it predicts. (In the first calls with such padding; a device is waited for.)"""
+    last = F.pad(counted[:, 1:] & ~counted[:, :-1], (0, 1))
+    if cp.batch.first_labels_to_read and bool(last.any()):
+        cp.batch.first_labels_to_read -= 1
+        left_out = (x != 0) & last[:, at].to(x.device)
+        if bool((left_out if mask is None else left_out & (mask != 0)).any()):
+            cp.batch.first_labels_to_read = 0
+            warnings.warn(
+                "pool got a number other than 0 for the last padding before the tokens of a row, and leaves it out as "
+                "all padding. That of a label (a log-probability, a loss) counts on one device, since this position "
+                "predicts the first token. Set the label of a first token behind padding to ignore_index, or add up "
+                "log_probs(..., gather=True). If these are numbers of tokens, pass a mask that is 0 at padding",
+                stacklevel=6,
+            )
 
 
 def _ends(shares: Shares, padded: int, documents: Any, length: int | None) -> tuple[int, ...]:

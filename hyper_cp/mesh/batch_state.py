@@ -103,6 +103,8 @@ class BatchState:
         """True once a reduction that is unknown, or does not fit, has been warned of."""
         self.graphs_to_read = 4
         """The number of graphs of losses in which results of ``pool`` are still looked for."""
+        self.first_labels_to_read = 4
+        """The number of calls of ``pool`` in which first labels behind padding are still looked for."""
         self.batches = 0
         """The number of batches that this rank has split, for errors."""
         self._packed: list[weakref.ref[Tensor]] = []

@@ -37,13 +37,14 @@ _FIELDS = tuple(x.name for x in fields(Call))  # vars(call) would break graphs: 
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, cp: CPMesh, mode: Mode, *, exchanged: bool
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cp: CPMesh, mode: Mode, *, exchanged: bool, of_entries: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, CheckedCall]:
     """Cast q, k, v ``[B, H, S, D]`` as autocast does, and check everything about their attention call.
 
     Args:
         k, v: in latent attention latents ``[B, 1, S, R]`` and the rotary part ``[B, 1|H, S, Dr]``.
         exchanged: the Ulysses all-to-all was done already: tensors hold the sequence of a whole ring rank.
+        of_entries: k and v are the entries of another call, whole on every rank.
 
     Raises:
         ValueError, TypeError, NotImplementedError: before any communication, if the call cannot be honoured.
@@ -63,9 +64,10 @@ def check(
     else:
         check_shards((q.shape[1], q.shape[2]), (kv_heads, k.shape[2]), cp, mode, call.documents)
     check_places(call.name, cp, mode.layout, call.documents)
-    hides = call.documents is not None or call.mask is not None or call.score is not None
     share = q.shape[2] // (cp.ulysses.size if exchanged else 1)
-    cp.batch.record_call(share, mode.layout if hides or call.is_causal or mode.window else None, cp.size)
+    if not of_entries:
+        hides = call.documents is not None or call.mask is not None or call.score is not None
+        cp.batch.record_call(share, mode.layout if hides or call.is_causal or mode.window else None, cp.size)
     ranks = cp.ring.size if exchanged else cp.size
     lengths = q.shape[2] * ranks, mode.key_length(k.shape[2], ranks)
     check_options(call, mode, cp, lengths)
@@ -568,7 +570,8 @@ def _entries(entries: Entries, q: Tensor, call: Call) -> Entries | None:
     if not entries.k.shape[2]:
         return None
     own = Call(name=call.name, enable_gqa=call.enable_gqa, selected=entries.selected)
-    _, k, v, checked = check(q, entries.k, entries.v, own, cp_mesh.alone(), Mode(), exchanged=False)
+    alone = cp_mesh.alone()
+    _, k, v, checked = check(q, entries.k, entries.v, own, alone, Mode(), exchanged=False, of_entries=True)
     return replace(entries, k=k, v=v, selected=checked.selected)
 
 

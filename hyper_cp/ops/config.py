@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.compiling import is_compiling
 from ..mesh.arguments import check_bool, check_choice, check_int
 from ..mesh.cp_mesh import CPMesh
 from ..schedule import arrivals, tiles
@@ -176,6 +177,7 @@ class CheckedCall(Call):
             block=self.block,
             max_logits=self.max_logits,
             every=0 if self.entries is None else self.entries.every,
+            in_graph=is_compiling(),
         )
 
 
@@ -263,6 +265,8 @@ class OpSettings(NamedTuple):
     max_logits: bool = False
     every: int = 0
     """The number of tokens from one entry to the next; 0: there are no entries."""
+    in_graph: bool = False
+    """The call is part of a compiled graph, which puts other values into a tensor without counting a write."""
 
     @property
     def wire(self) -> torch.dtype | None:

@@ -140,7 +140,7 @@ class Work:
         kv_length = k.shape[2] * (1 if settings.kv_exchange == "replicated" else cp.ring.size)
         self.lengths = length, kv_length
         band: Band = settings.band
-        known = None if mask is None or length != kv_length else masks.recognised(mask, length)
+        known = None if mask is None or length != kv_length else masks.recognised(mask, length, settings.in_graph)
         if known is not None:
             band, mask = intersect(band, known), None
         key = lookup.Key(

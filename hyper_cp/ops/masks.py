@@ -18,15 +18,16 @@ _bands: Any = WeakTensorKeyDictionary()
 """``mask -> {view: (number of writes, band)}``"""
 
 
-def recognised(mask: Tensor, length: int) -> Band | None:
+def recognised(mask: Tensor, length: int, in_graph: bool = False) -> Band | None:
     """The band a mask ``[..., S, S]`` amounts to (causal, a window, or everything visible), else None.
 
     Every element is compared, once; the result is kept as long as the tensor lives unchanged. The host waits for the
-    device once per mask.
+    device once per mask. In a compiled graph, which may put the mask of the next layer into the same tensor without
+    counting a write, it is compared in every call, as in inference mode.
     """
     if mask.shape[-1] != length or mask.shape[-2] != length:
         return None
-    if mask.is_inference():  # has no version by which a change would show
+    if in_graph or mask.is_inference():  # no version shows a change
         return _recognise(mask)
     owner = mask if mask._base is None else mask._base  # views are made anew for every call
     bands = _bands.setdefault(owner, {})

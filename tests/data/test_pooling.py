@@ -205,6 +205,36 @@ def values_and_refusals() -> list[str]:
     ]
 
 
+@on_ranks
+def numbers_of_first_labels(hidden: bool, masked: bool) -> tuple[list[float], list[str]]:
+    """Sums in the block of a batch whose second row has padding before its tokens, and what was warned of.
+
+    ``hidden``: its first label is ignored. ``masked``: the mask of the labels is passed."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    ids = torch.arange(16).view(2, 8)
+    labels = ids.masked_fill(torch.tensor([[-1], [3 if hidden else 2]]) >= torch.arange(8), -100)
+    whole = {"ids": ids, "labels": labels, "attention_mask": (torch.tensor([[0], [3]]) <= torch.arange(8)).long()}
+    batch = handler.get_batch_on_this_cp_rank(whole, shift_labels=True)
+    counts = batch["shift_labels"] != -100
+    with handler.documents(batch), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = {"mask": counts} if masked else {}
+        found = handler.pool(batch["shift_labels"].double() * counts, "sum", gradients="mean", **given)
+        handler.pool(batch["ids"].double(), "sum", mask=batch["attention_mask"], gradients="mean")
+    return found.flatten().tolist(), [str(x.message) for x in caught]
+
+
+def test_labels_of_first_tokens_behind_padding_are_warned_of(ranks: Any) -> None:
+    for masked in (False, True):
+        ((sums, texts), (other, none)) = ranks(2, numbers_of_first_labels, False, masked)
+        assert sums == other == [28.0, 54.0] and not none, "65.0 with the first label, 11"
+        assert [x[:74] for x in texts] == [
+            "pool got a number other than 0 for the last padding before the tokens of a"
+        ], texts
+        for sums, texts in ranks(2, numbers_of_first_labels, True, masked):
+            assert sums == [28.0, 54.0] and not texts
+
+
 def test_values_and_refusals(ranks: Any) -> None:
     expected = [
         *["ValueError: mask of pool holds numbers of -10000 or less, or NaN, on one rank at least. Those of an"] * 2,

@@ -192,6 +192,30 @@ def test_a_compiled_block_is_not_recomputed_without_its_documents(
 
 
 @pytest.mark.slow
+@on_ranks
+def masks_of_layers() -> float:
+    """Inductor puts the mask of the second layer into the tensor of the first one, which counts no write."""
+    handler = ContextParallelHandler(cp_mesh(), "contiguous")
+    x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def layers(x: Tensor, attend: Any) -> Tensor:
+        for window in (8, 2, 8):
+            far = torch.arange(8)[:, None] - torch.arange(8)
+            x = attend(x, x, x, attn_mask=(far >= 0) & (far < window))
+        return x
+
+    attend = partial(attention, mesh=handler.mesh, ulysses_degree=1)
+    compiled = torch.compile(partial(layers, attend=attend), backend="inductor", fullgraph=True)
+    with torch.no_grad():
+        found = handler.combine(compiled(handler.dispatch(x, 2)), 2)
+    return relative_error(found, layers(x, F.scaled_dot_product_attention))
+
+
+@pytest.mark.slow
+def test_masks_that_are_made_in_a_graph(ranks: Any) -> None:
+    assert max(ranks(2, masks_of_layers, timeout=300)) <= 1e-12
+
+
 def test_inductor(ranks: Any) -> None:
     assert max(ranks(2, compiled_equals_eager, 2, [RING], "inductor", WithoutWeights, timeout=300)) <= 1e-12
 

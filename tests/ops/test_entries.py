@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -104,11 +105,16 @@ def errors(modes: list[dict[str, Any]]) -> dict[str, float]:
     for problem, (i, mode) in itertools.product(PROBLEMS, enumerate(modes)):
         *given, dout = inputs(problem)
         want, expected = one_device(problem)
-        at = ContextParallelHandler(cp_mesh(), mode["layout"]).position_ids(problem[0])
+        handler = ContextParallelHandler(cp_mesh(), mode["layout"])
+        at, batch = (
+            handler.position_ids(problem[0]),
+            handler.get_batch_on_this_cp_rank({"ids": torch.ones(2, problem[0])}),
+        )
         local = [x[:, :, at] for x in given[:2]] + [x[:, at] for x in given[2:4]] + given[4:]
         local = [x.clone().requires_grad_() for x in local]
         run = split if i % 2 else lambda *x: checkpoint(split, *x, use_reentrant=False)
-        got = run(problem, local, at, mode)
+        with handler.documents(batch) if i % 3 else nullcontext():
+            got = run(problem, local, at, mode)
         grads = torch.autograd.grad(got, local, dout[:, :, at], allow_unused=True)
         name = f"{problem} {mode} "
         found[name + "out"] = relative_error(got, want[:, :, at])
