@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ._torch import checkpoint
 from ._torch.compiling import is_compiling
 from .data import loss, rotary
-from .data.batch import LocalBatch, batch_of, read_batch, refuse_other_split
+from .data.batch import LocalBatch, batch_of, read_batch, record_entries, refuse_other_split
 from .data.collectives import by_rank
 from .data.head import Logits, log_probs, token_losses
 from .data.loader import local_batches
@@ -351,6 +351,7 @@ class ContextParallelHandler(Shares):
         batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else batch_of(self, cu_seqlens)
         copied, ends, filled = batch is cu_seqlens and not batch.padded_length, (), None
         refuse_other_split(self, batch)
+        record_entries(self.cp, batch)
         if batch.padded_length:
             table = batch.documents if batch is cu_seqlens else cu_seqlens
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ._torch.modules import checkpointed, is_compiled, refuse_compiled
+from ._torch.modules import checkpointed, guard_hooks, is_compiled, refuse_compiled
 from .mesh.arguments import check_bool, check_int, check_sequence
 from .module.guards import guard_plan, refuse_uncalled
 from .module.hooks import AttentionHooks
@@ -284,6 +284,7 @@ class ContextParallel(ParallelStyle):
                 "heads of q, k, v itself. Set qkv_indices=None: its attention is then routed, in every mode"
             )
         refuse_compiled(module, describe(module))
+        guard_hooks()
         hooks = self._hooks(module, device_mesh)
         guard_plan(module, hooks.binding, device_mesh)
         hooks.attach(module)

@@ -6,12 +6,14 @@ Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks``, ``_ba
 ``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), the frame of
 ``parallelize_module``, and of the groups of FSDP2 their meshes and the gradients that wait in them. The same in torch
 2.11 to 2.15.
+``torch._dynamo.config.skip_nnmodule_hook_guards`` is set to False with the first style (:func:`guard_hooks`).
 The counter ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +24,7 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -212,6 +215,18 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 #
 # A compiled graph is not guarded on hooks, so the hooks of a style applied after it never run in it: the style would be
 # silently ignored.
+
+
+def guard_hooks() -> None:
+    """Have Dynamo guard the graphs of this process on modules without hooks, which it does not by default.
+
+    A module under a style would run, without its hooks, the graph of another module of its class that has none.
+    """
+    config = importlib.import_module("torch._dynamo.config")
+    if config.skip_nnmodule_hook_guards:
+        config.skip_nnmodule_hook_guards = False
+        if count_compilations():
+            torch.compiler.reset()  # graphs that were made before have no such guards
 
 
 def refuse_compiled(module: nn.Module, name: str) -> None:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._torch.compiling import is_compiling
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
+from ..mesh.cp_mesh import CPMesh
 from ..mesh.padding import Form, Padding
 from ..mesh.split import Counted
 from ..schedule import layout as layouts
@@ -69,9 +70,14 @@ class LocalBatch:
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
     of_samples: bool = False
     """True if its documents are the samples of a planned micro-batch, each of which has positions from 0 on."""
+    past: Mapping[Any, Tensor | None] = {}
+    """Its entries that have a sequence, each with True where it holds padding (None: nowhere)."""
+    recorded: bool = True
+    """False for a copy, or one that another process has split: losses do not know its entries yet."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.recorded = False
         mark_copy(self.documents, self.tokens)
         mark_packed(self.documents, self.packed)
         record_table(self)
@@ -141,6 +147,17 @@ def _is_joined(batch: Any) -> bool:
 def _tokens_of(entries: Mapping[Any, Any], names: Sequence[str]) -> Tensor | None:
     """The tokens of a batch, under the first of these names that it has; None if it has none of them."""
     return next((x for name in names if isinstance(x := entries.get(name), Tensor)), None)
+
+
+def record_entries(cp: CPMesh, batch: Any) -> None:
+    """Let losses know the entries of a batch that was copied, or split in another process (by a data loader)."""
+    if batch.recorded or is_compiling():
+        return
+    batch.recorded = True
+    known = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+    entries = [(known[name], past) for name, past in batch.past.items() if isinstance(known.get(name), Tensor)]
+    padded, share = batch.padded_length, batch.padded_length // batch.ranks
+    cp.batch.entries.record(entries, Padding((batch.length,), padded, share, batch.form))
 
 
 def record_table(batch: LocalBatch) -> None:
@@ -263,7 +280,7 @@ def _split(whole: WholeBatch, fill: Mapping[Any, float], kind: Any) -> Any:
     found: Any = _Dict(shares) if named else make(shares.values())
     found.documents, found.length, found.padded_length = whole.table, whole.length, whole.padded
     found.tokens, found.form, found.ranks = tokens_of(whole.table), whole.form, handler.cp.size
-    found.packed = whole.restarting.rows if whole.padding else None
+    found.packed, found.past = whole.restarting.rows if whole.padding else None, whole.past
     mark_packed(found.documents, found.packed)
     if not is_compiling():
         found.split_as = handler.layout, ranks_of(handler.mesh)
@@ -324,6 +341,8 @@ class WholeBatch:
         """The padding mask ``[B, S]``, if there is padding."""
         self.padding: Sequence[Sequence[int]] = ()
         """Boundaries of tokens and padding in each row of the batch, if there is padding."""
+        self.past: Mapping[Any, Tensor | None] = {}
+        """Once it is split, where the share of each entry holds padding."""
 
     @property
     def form(self) -> Form:
@@ -493,7 +512,8 @@ class WholeBatch:
         if at is not None and self.padded > self.length:
             past = at >= self.length
         padding = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
-        state.entries.record([(shares[name], self._past(name, past)) for name in self.dims], padding)
+        self.past = {name: self._past(name, past) for name in self.dims}
+        state.entries.record([(shares[name], found) for name, found in self.past.items()], padding)
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -348,6 +349,26 @@ def padding_of_an_earlier_batch() -> tuple[float, float]:
         with of_block.documents(first), pytest.raises(ValueError, match="this batch of 7 positions was padded to 8"):
             of_block.mean_loss(losses, elsewhere=True)
     return of_second, of_buffers
+
+
+@on_ranks
+def split_elsewhere() -> list[float]:
+    """Means behind the block of a batch that a data loader's worker has split: with its padding mask, and with labels
+    of another name, which are padded with a class."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    whole = {"losses": torch.arange(14.0).view(2, 7), "classes": torch.zeros(2, 7, dtype=torch.int64)}
+    whole["attention_mask"] = (torch.arange(7) < torch.tensor([[5], [7]])).long()
+    batch = pickle.loads(pickle.dumps(handler.get_batch_on_this_cp_rank(whole)))
+    with handler.documents(batch):
+        assert handler.cp.batch.documents is not None
+    of_labels = handler.mean_loss(batch["losses"], batch["classes"], elsewhere=True)
+    return [handler.mean_loss(batch["losses"], mask=batch["attention_mask"], elsewhere=True).item(), of_labels.item()]
+
+
+def test_losses_of_batches_that_a_worker_has_split(ranks: Any) -> None:
+    for of_mask, of_labels in ranks(2, split_elsewhere):
+        assert of_mask == pytest.approx(80 / 12)
+        assert of_labels == pytest.approx(91 / 14)
 
 
 def test_padding_is_that_of_the_batch_of_the_block(ranks: Any) -> None:
