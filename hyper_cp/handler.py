@@ -117,6 +117,7 @@ class ContextParallelHandler(Shares):
                 dimension, and everything that is not a tensor, pass through.
             seq_dims: the sequence dimension of all tensors; or a dict that names it for some (None: the entry
                 passes through whole; entries that are not named have 1); or for a list or tuple one int or None each.
+                Rows are dimension 0, or 1 if the sequence is 0: codebooks come behind them, ``[B, C, S]``.
             shift_labels: shift entry ``labels`` over the *whole* sequence and rename it ``shift_labels``: each token
                 gets the label of the next one, the last token of the sequence and of each document ``ignore_index``.
                 Nothing else is shifted: a mask or weights of tokens (``loss_mask``) would weigh the label of the next
@@ -126,8 +127,9 @@ class ContextParallelHandler(Shares):
                 ``ignore_index`` for integers whose name ends in ``labels`` or ``targets``.
             debug: compare the batches of the ranks by hash (a small communication, and every entry is read on the
                 host) and raise on all ranks, with the names of the entries that differ.
-            labels_cross_documents: with ``shift_labels``, the last token of a document gets the label of the first of
-                the next one, as in transformers' own loss. Default False: it gets ``ignore_index``.
+            labels_cross_documents: with ``shift_labels``, the last token of a document (of its padding, if there is
+                any) gets the label of the first of the next one, as in transformers' own loss. Default False: it gets
+                ``ignore_index``.
             mtp_depth: with ``shift_labels``, for multi-token prediction also the entries ``shift_labels_1``,
                 ``shift_labels_2``, ... up to this depth, and the tokens that go with them (``input_ids_1``, ..., as the
                 entry of the tokens is called). A position has in ``shift_labels_k`` the label k + 1 positions on, and

@@ -359,5 +359,5 @@ def _bytes_sent(shape: ModelShape, cp: CPMesh, chosen: Mapping[str, Any], elemen
     exchange, documents = chosen.get("kv_exchange", "all_gather"), PackedDocuments([[0, length]])
     work = ring_work(layout, ring, exchange, documents, CAUSAL)
     ranks, cluster = Ranks(ring, cp.ulysses.size, cp_mesh.ranks_per_host()), cluster_of("h100")
-    sent = transfers(shape, cluster, ranks, exchange, 1, length, work.rank, work.ranks[work.rank], element)
-    return (sent.bytes_inside + sent.bytes_between) / 1024
+    found = transfers(shape, cluster, ranks, exchange, 1, length, work.rank, work.ranks[work.rank], element)
+    return (found.sent.inside + found.sent.between) / 1024

@@ -222,7 +222,7 @@ def guard_hooks() -> None:
 
     A module under a style would run, without its hooks, the graph of another module of its class that has none.
     """
-    config = importlib.import_module("torch._dynamo.config")
+    config: Any = importlib.import_module("torch._dynamo.config")
     if config.skip_nnmodule_hook_guards:
         config.skip_nnmodule_hook_guards = False
         if count_compilations():

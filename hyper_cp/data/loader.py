@@ -39,6 +39,7 @@ def local_batches(
     counted = Counted()
     try:
         while group := [read(whole) for whole in islice(source, accumulate)]:
+            _refuse_cut_group(batches, len(group), accumulate)
             labels = [batch.labels for batch in group]
             counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
             weights: Any = [None] if counts is None else _weights(counts)
@@ -71,6 +72,19 @@ def _refuse_second_count(batches: Any, accumulate: int) -> None:
             f"GradientAccumulationPlugin(num_steps={steps}, sync_with_dataloader=False), and multiply the loss by "
             "batch.weight * accelerator.gradient_accumulation_steps, by which accelerator.backward divides; or leave "
             "accelerator.accumulate out and step when batch.last is True"
+        )
+
+
+def _refuse_cut_group(batches: Any, found: int, accumulate: int) -> None:
+    """Raise ``ValueError`` for a last group of fewer micro-batches, if ``accelerator.accumulate`` counts them: it would
+    step in the middle of the next epoch's first group."""
+    steps = getattr(getattr(batches, "gradient_state", None), "num_steps", 1)
+    if found < accumulate and steps > 1:
+        raise ValueError(
+            f"batches ended after {found} of {accumulate} micro-batches, and this loader belongs to an Accelerator with "
+            f"gradient_accumulation_steps={steps}, which steps after every {steps} of them: in the middle of the next "
+            "group. Leave accelerator.accumulate and gradient_accumulation_steps out, use accelerator.no_sync(model) "
+            "unless batch.last is True, and step when it is; or give the loader a multiple of them (drop_last=True)"
         )
 
 

@@ -16,7 +16,7 @@ from .cluster import Cluster
 from .memory import Memory, memory, state_bytes
 from .model import ModelShape, Pooling
 from .timeline import BACKWARD, AttentionTime, Kernels, attention_time, total
-from .traffic import Ranks, TransferTimes, indexer_transfers, pooling_transfers, transfers
+from .traffic import Ranks, Sent, TransferTimes, indexer_transfers, pooling_transfers, transfers
 from .work import DEALT, FORMULAS, RingWork, ring_work, under_selection
 
 KV_EXCHANGES = ("all_gather", "ring", "needed")
@@ -169,7 +169,6 @@ class Cost:
         passes: FLOPs of forward and backward over those of forward.
         selection: the cost of the indexer.
         others: the calls of layers that are not dense: their number, 1 if a recompute repeats them, and their cost.
-        again: the part of its bytes that a recompute sends again, about.
     """
 
     ring: RingWork
@@ -179,7 +178,6 @@ class Cost:
     passes: float = 1 + BACKWARD
     selection: Cost | None = None
     others: tuple[tuple[int, int, Cost], ...] = ()
-    again: float = 1 / 3
 
     def calls(self, model: ModelShape, again: int) -> Iterator[tuple[int, int, Cost]]:
         """The calls of a step, how often they run again in a recompute, and the cost of each. Selections are kept."""
@@ -250,8 +248,7 @@ class Estimator:
         most = float(flops.max())
         ahead, behind = most / cluster.flops("forward_share"), BACKWARD * most / cluster.flops("backward_share")
         time = AttentionTime(ahead + sum(move.arriving), behind + sum(move.gradients), ahead, behind)
-        again = 1 / 2 if pooling.window else 1.0
-        return Cost(dense.ring, move, time, flops, again=again)
+        return Cost(dense.ring, move, time, flops)
 
     def _attention(self, mode: Strategy, topk: int, window: int = 0) -> Cost:
         """The attention of one layer whose queries see at most ``topk`` keys, or a window; 0: all."""
@@ -324,16 +321,15 @@ class Estimator:
             element=p.element,
             states=self.states,
         )
-        # A recompute of attention sends again what forward has sent.
-        sent = [(n * (1 + repeat * c.again), c.move) for n, repeat, c in calls]
+        sent = sum((c.move.forward * (n * (1 + repeat)) + c.move.backward * n for n, repeat, c in calls), Sent())
         groups = p.gpus // strategy.cp_size
         return Estimate(
             strategy,
             tokens,
             linear + float(flops.max()),
-            sum(n * move.bytes_inside for n, move in sent),
-            sum(n * move.bytes_between for n, move in sent),
-            round(sum(n * move.messages for n, move in sent)),
+            sent.inside,
+            sent.between,
+            round(sent.messages),
             float(flops.max() / flops.mean()) if flops.any() else 1.0,
             compute,
             time.exposed,
@@ -346,4 +342,4 @@ class Estimator:
 
 def _most(moves: Iterable[TransferTimes]) -> TransferTimes:
     """The transfers of the rank that sends most."""
-    return max(moves, key=lambda move: move.bytes_inside + move.bytes_between)
+    return max(moves, key=lambda move: move.sent.inside + move.sent.between)

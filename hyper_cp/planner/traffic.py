@@ -56,27 +56,50 @@ class Ranks:
         return self.ring_inside < self.ring
 
 
-@dataclass
-class TransferTimes:
-    """The transfers of one rank in one layer, forward and backward.
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends.
 
     Attributes:
-        bytes_inside, bytes_between: that it sends inside its host and to other hosts. Of a ring, whose ranks at the end
-            of a host send everything to another, this is the mean.
-        messages: point-to-point messages that it sends.
+        inside, between: bytes inside its host and to other hosts. Of a ring, whose ranks at the end of a host send
+            everything to another, this is the mean.
+        messages: the number of point-to-point messages.
+    """
+
+    inside: float = 0.0
+    between: float = 0.0
+    messages: float = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.inside + other.inside, self.between + other.between, self.messages + other.messages)
+
+    def __mul__(self, factor: float) -> Sent:
+        return Sent(self.inside * factor, self.between * factor, self.messages * factor)
+
+
+@dataclass
+class TransferTimes:
+    """The transfers of one rank in one layer.
+
+    Attributes:
+        forward, backward: what it sends. A recompute sends again what forward has sent.
         ulysses: seconds of the exchanges of heads, forward and backward.
         arriving: seconds of each transfer of keys and values, which come again in backward.
         gradients: seconds of each transfer of their gradients; of the ring, of one hop.
         home: seconds of the ring's last transfer, which brings a rank's gradients home.
     """
 
-    bytes_inside: float = 0.0
-    bytes_between: float = 0.0
-    messages: int = 0
+    forward: Sent = Sent()
+    backward: Sent = Sent()
     ulysses: tuple[float, float] = (0.0, 0.0)
     arriving: list[float] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     home: float = 0.0
+
+    @property
+    def sent(self) -> Sent:
+        """What it sends in both."""
+        return self.forward + self.backward
 
 
 def transfers(
@@ -121,15 +144,7 @@ def indexer_transfers(
     """The transfers of an indexer on one of ``ranks``, which are one ring: its keys, in forward only."""
     found = TransferTimes()
     _add_keys(found, cluster, ranks, kv_exchange, batch * model.indexer_dim, length, rank, work, element)
-    forward = element / (2 * element + ACCUMULATED)
-    return replace(
-        found,
-        bytes_inside=found.bytes_inside * forward,
-        bytes_between=found.bytes_between * forward,
-        messages=found.messages // 3,
-        gradients=[],
-        home=0.0,
-    )
+    return replace(found, backward=Sent(), gradients=[], home=0.0)
 
 
 def pooling_transfers(
@@ -144,14 +159,9 @@ def pooling_transfers(
     if ranks.ring == 1:
         return found
     _add_gather(found, cluster, ranks, 1, numbers, element)
-    sent = (element + (ACCUMULATED if pooling.window else 0)) / (2 * element + ACCUMULATED)
-    return replace(
-        found,
-        bytes_inside=found.bytes_inside * sent,
-        bytes_between=found.bytes_between * sent,
-        messages=(4 if pooling.window else 2) * (ranks.ring - 1),
-        gradients=found.gradients if pooling.window else [0.0],
-    )
+    if not pooling.window:
+        return replace(found, backward=Sent(), gradients=[0.0])
+    return replace(found, backward=replace(found.forward * (ACCUMULATED / element), messages=found.forward.messages))
 
 
 def _add_keys(
@@ -186,16 +196,22 @@ def _add_ulysses(found: TransferTimes, cluster: Cluster, ranks: Ranks, whole: fl
     """All-to-all of q, k, v and of the output; backward has the same of their gradients. Selections travel once."""
     peers, near = ranks.ulysses - 1, ranks.ulysses_inside - 1
 
-    def travel(nbytes: float) -> float:
+    def travel(nbytes: float, tensors: int) -> tuple[float, Sent]:
         inside, between = (nbytes * part / ranks.ulysses for part in (near, peers - near))
-        found.bytes_inside += inside
-        found.bytes_between += between
         # Packing and unpacking reads and writes everything twice.
         seconds = _seconds(cluster, inside, between, ranks.ulysses, peers > near)
-        return seconds + 4 * nbytes / cluster.memory_bandwidth
+        return seconds + 4 * nbytes / cluster.memory_bandwidth, Sent(inside, between, tensors * peers)
 
-    found.ulysses = travel(whole + selections), travel(whole)
-    found.messages += (9 if selections else 8) * peers
+    (ahead, forward), (behind, backward) = travel(whole + selections, 5 if selections else 4), travel(whole, 4)
+    found.ulysses = ahead, behind
+    found.forward, found.backward = found.forward + forward, found.backward + backward
+
+
+def _add_exchange(found: TransferTimes, numbers: Sent, element: int) -> None:
+    """Add keys and values, given their ``numbers``: they travel in forward and again in backward, and their gradients
+    in the accumulation dtype."""
+    found.forward += replace(numbers * element, messages=numbers.messages)
+    found.backward += replace(numbers * (element + ACCUMULATED), messages=2 * numbers.messages)
 
 
 def _add_ring(found: TransferTimes, cluster: Cluster, ranks: Ranks, hops: int, share: float, element: int) -> None:
@@ -207,11 +223,8 @@ def _add_ring(found: TransferTimes, cluster: Cluster, ranks: Ranks, hops: int, s
     found.arriving = [hop(share * element)]
     found.gradients = [hop(share * ACCUMULATED)]
     found.home = hop(share * ACCUMULATED)
-    total = hops * share * (2 * element + ACCUMULATED)
     part = 1 / ranks.ring_inside if ranks.crosses else 0.0
-    found.bytes_inside += total * (1 - part)
-    found.bytes_between += total * part
-    found.messages += 3 * hops
+    _add_exchange(found, Sent(hops * share * (1 - part), hops * share * part, hops), element)
 
 
 def _add_gather(found: TransferTimes, cluster: Cluster, ranks: Ranks, stages: int, share: float, element: int) -> None:
@@ -227,10 +240,8 @@ def _add_gather(found: TransferTimes, cluster: Cluster, ranks: Ranks, stages: in
 
     found.arriving = [one(element)] * stages
     found.gradients = [one(ACCUMULATED)] * stages
-    total = share * (2 * element + ACCUMULATED)
-    found.bytes_inside += max(0.0, others - from_hosts) * total
-    found.bytes_between += from_hosts * total
-    found.messages += 6 * others * stages
+    near_share = max(0.0, others - from_hosts) * share
+    _add_exchange(found, Sent(near_share, from_hosts * share, 2 * others * stages), element)
 
 
 def _add_needed(
@@ -250,6 +261,4 @@ def _add_needed(
 
         found.arriving.append(stage(element))
         found.gradients.append(stage(ACCUMULATED))
-        found.bytes_inside += float(incoming[0]) * (2 * element + ACCUMULATED)
-        found.bytes_between += float(incoming[1]) * (2 * element + ACCUMULATED)
-        found.messages += 3 * peers
+        _add_exchange(found, Sent(float(incoming[0]), float(incoming[1]), peers), element)

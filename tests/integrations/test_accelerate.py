@@ -122,9 +122,8 @@ def test_accelerate(ranks: Any, name: str, layout: str, how: str, world: int) ->
 
 
 @on_ranks
-def accumulated_twice(sync: bool) -> tuple[list[bool], str]:
-    """Return where ``accelerator.accumulate`` synchronises, of four micro-batches that are read ahead, and the
-    error."""
+def accumulated_twice(sync: bool, number: int = 4) -> tuple[list[bool], str]:
+    """Return where ``accelerator.accumulate`` synchronises, of micro-batches that are read ahead, and the error."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import GradientAccumulationPlugin
@@ -137,7 +136,7 @@ def accumulated_twice(sync: bool) -> tuple[list[bool], str]:
     config = ParallelismConfig(cp_size=dist.get_world_size())
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, parallelism_config=config)
     handler = enable(accelerator, style=ContextParallel(ulysses_degree=1, kv_exchange="ring"))
-    samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(4)]
+    samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(number)]
     loader, found = accelerator.prepare_data_loader(torch.utils.data.DataLoader(samples)), []
     try:
         for _ in handler.loader(loader, shift_labels=True, accumulate=2):
@@ -153,6 +152,9 @@ def test_a_loader_that_reads_ahead_of_accumulate(ranks: Any) -> None:
     for found, error in ranks(2, accumulated_twice, True):
         assert not found and "sync_with_dataloader=False" in error
     assert ranks(2, accumulated_twice, False) == [([False, True, False, True], "")] * 2
+    for found, error in ranks(2, accumulated_twice, False, 5):  # it would step in the middle of the next epoch's group
+        assert found == [False, True, False, True]
+        assert error.startswith("batches ended after 1 of 2 micro-batches, and this loader belongs to an Accelerator")
 
 
 @on_ranks

@@ -102,6 +102,18 @@ def test_bytes_are_those_of_the_communication_page() -> None:
             assert e.bytes_between == 0
 
 
+def test_layers_that_run_again_send_again_what_forward_has_sent() -> None:
+    """q, k, v and the output of Ulysses twice ahead and once behind; keys, values in bf16, their gradients in fp32."""
+    one = dict(LLAMA, layers=1)
+    found = plan(one, 2**17, gpus=8, cp_size=8, chunked_loss=False)
+    whole = [(e.strategy, e) for e in found.strategies if e.strategy.ulysses_degree in (1, 8)]
+    sent = {(s.kv_exchange, s.layout, s.checkpointing): e for s, e in whole}
+    for exchange, layout, factor in ((None, "contiguous", 3 / 2), ("ring", "head_tail", (2 + 2 + 2 + 4) / 8)):
+        once, again = (sent[exchange, layout, kind] for kind in ("none", "layers"))
+        assert again.bytes_inside == pytest.approx(factor * once.bytes_inside)
+        assert again.messages == pytest.approx((3 / 2 if exchange is None else 4 / 3) * once.messages)
+
+
 def test_what_does_not_fit_is_said_so() -> None:
     found = plan(LLAMA, 2**23, gpus=2, cluster="a100")
     assert found.best is None and str(found).splitlines()[2].startswith("Nothing fits: the smallest peak is")
@@ -265,7 +277,7 @@ def test_latents_travel_where_they_are_fewer_numbers() -> None:
     for model in (heads, latents):
         estimator = Estimator(Workload(model, cluster, 8, documents, True, 1, 2, 16.0, 8, 80e9))
         found.append(estimator.cost(Strategy(8, 1, "ring", "head_tail", "none", False)))
-    sent = [cost.move.bytes_inside + cost.move.bytes_between for cost in found]
+    sent = [cost.move.sent.inside + cost.move.sent.between for cost in found]
     assert sent[0] / sent[1] == pytest.approx(40960 / 576)
     # A share of 16,384 tokens is expanded once in forward, and three times as much is done in backward.
     expanded = 16384 * 2 * 576 * 128 * 2 * 160 / cluster.flops("matmul_share")

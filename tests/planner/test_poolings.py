@@ -82,7 +82,7 @@ def test_bytes_are_those_that_ranks_send(ranks: Any) -> None:
     for (exchange, layout), counted in zip(MODES, sent, strict=True):
         workload = Workload(shape, PROFILES["h100"], WORLD, documents, True, ROWS, 4, 16.0, WORLD, 1e12)
         found = Estimator(workload).cost(Strategy(WORLD, 1, exchange, layout, "none", False))
-        assert counted == sum(n * c.move.bytes_inside for n, _, c in found.calls(shape, 0)), (exchange, layout)
+        assert counted == sum(n * c.move.sent.inside for n, _, c in found.calls(shape, 0)), (exchange, layout)
 
 
 def test_bytes_by_hand() -> None:
@@ -92,7 +92,7 @@ def test_bytes_by_hand() -> None:
         for layout, ranges in (("contiguous", 1), ("head_tail", 2)):
             found = pooling_transfers(pooling, PROFILES["h100"], Ranks(4, 1, 8), layout, 1, 16384, 2)
             numbers = ranges * 7 * pooling.row + 1024 * pooling.width
-            assert found.bytes_inside == pytest.approx(3 * numbers * bytes_of)
+            assert found.sent.inside == pytest.approx(3 * numbers * bytes_of)
 
 
 # --------------------------------------------------------------------------- memory

@@ -247,7 +247,7 @@ def test_heads_that_select_have_their_own_widths() -> None:
     shape = ModelShape(1, 32, 4096, 1000, kv_heads=8, topk=512, indexer_heads=4, indexer_dim=64)
     found = cost(shape, Strategy(8, 1, "all_gather", "head_tail", "none", False))
     assert found.flops.max() == 4 * 32 * 128 * SHARE * 512
-    assert found.move.bytes_inside == 7 * SHARE * 2 * 8 * 128 * (2 + 2 + 4)
+    assert found.move.sent.inside == 7 * SHARE * 2 * 8 * 128 * (2 + 2 + 4)
 
 
 # --------------------------------------------------------------------------- bytes
@@ -322,7 +322,7 @@ def test_bytes_are_those_that_ranks_send(ranks: Any) -> None:
     for degree, exchange in MODES:
         found = cost(TINY, Strategy(2, degree, exchange, "head_tail", "none", False), 4, 2 * TOKENS)
         assert found.selection is not None
-        want.append(found.move.bytes_inside + found.selection.move.bytes_inside)
+        want.append(found.move.sent.inside + found.selection.move.sent.inside)
     for sent in ranks(2, traffic):
         assert sent == want
 

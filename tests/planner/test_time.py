@@ -44,7 +44,7 @@ def on_simulated_link(ranks: int, degree: int, kv_exchange: str | None, layout: 
     lengths = [4096 * ranks]
     cost = estimator(model, compute, lengths, ranks, 4).cost(mode)
     seconds = cost.attention.kernels_forward + cost.attention.kernels_backward
-    speed = (cost.move.bytes_inside + cost.move.bytes_between) / seconds / 1e9
+    speed = (cost.move.sent.inside + cost.move.sent.between) / seconds / 1e9
     linked = Cluster("simulated", ranks, 1.0, tflops=1e-3, inside_gb_s=speed, between_gb_s=speed, **tiny, **FULL_SPEED)
     attention = estimator(model, linked, lengths, ranks, 4).cost(mode).attention
     return (attention.forward + attention.backward) / seconds
