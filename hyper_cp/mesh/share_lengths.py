@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from .._torch.checkpoint import in_backward
+from .._torch.checkpoint import in_backward, in_recompute
 from .._torch.compiling import is_compiling
 from .split import Split
 
@@ -128,8 +128,8 @@ class ShareLengths:
 
     def refuse_whole(self, split: Split, length: int) -> None:
         """Raise ``ValueError`` if a call has got the whole batch, and not this rank's share; warn, once, where it may
-        be the share of another batch."""
-        if length == split.share or length not in (split.length, split.padded):
+        be the share of another batch. (A recompute was checked in its forward, maybe in the block of another one.)"""
+        if length == split.share or length not in (split.length, split.padded) or in_recompute():
             return
         what = f"{length} positions of this batch on each rank, and not the {split.share} of its share"
         if not self._layouts.get(length):

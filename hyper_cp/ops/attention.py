@@ -253,7 +253,7 @@ def attention(
         dropout_p: probability that a weight is dropped (never the same pairs on two ranks, the same ones in a
             recompute). Only where plain SDPA would compute in plain math, as on the CPU; the seed comes from
             the default CPU generator.
-        return_lse: also return the log-sum-exp of the scaled logits.
+        return_lse: also return the log-sum-exp of the scaled logits (and of ``sinks``, if there are any).
         return_max_logits: also return the largest logit of each query head over the queries and keys of all ranks, for
             QK-clip: the largest of the visible pairs, after ``scale``, ``softcap`` and an added mask, without sinks.
             Queries that are padding do not count, if the documents come from a handler's batch or block. The forward

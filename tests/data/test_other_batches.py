@@ -235,6 +235,30 @@ def test_a_whole_batch_that_may_be_another_share_is_warned_of(ranks: Any) -> Non
 
 
 @on_ranks
+def recomputed_in_another_block() -> list[str]:
+    """Warnings of an encoder whose share is as long as the whole target, recomputed in the target's block."""
+    style = ContextParallel(2, 1, **STYLES["ring"])
+    handler = ContextParallelHandler(cp_mesh(), style)
+    handler.cp.batch.__init__()  # type: ignore[misc]
+    module, target = model_and_batch(style, handler)
+    source = handler.get_batch_on_this_cp_rank(
+        {"x": torch.ones(1, 2, 2 * LENGTH, 4), "cu_seqlens": [0, 5, 32]}, {"x": 2}
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with handler.documents(source):
+            out = checkpoint(module, *[source["x"].requires_grad_()] * 3, use_reentrant=False)
+        with handler.documents(target):
+            module(*[target["x"]] * 3)
+            out.sum().backward()
+    return [str(warning.message) for warning in found]
+
+
+def test_a_recompute_in_the_block_of_another_batch_is_not_warned_of(ranks: Any) -> None:
+    assert ranks(2, recomputed_in_another_block) == [[], []]
+
+
+@on_ranks
 def padded_whole(length: int, function: bool) -> None:
     """Tokens before padding, or after it, of a batch of 15."""
     style = ContextParallel(2, 1, 1, layout="head_tail")
