@@ -58,7 +58,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends.
+    """Bytes and messages of a rank.
 
     Attributes:
         inside, between: bytes inside its host and to other hosts. Of a ring, whose ranks at the end of a host send
@@ -98,7 +98,7 @@ class TransferTimes:
 
     @property
     def sent(self) -> Sent:
-        """What it sends in both."""
+        """Both together."""
         return self.forward + self.backward
 
 
