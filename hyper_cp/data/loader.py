@@ -84,8 +84,8 @@ def _refuse_cut_group(batches: Any, found: int, accumulate: int) -> None:
             f"batches ended after {found} of {accumulate} micro-batches, and this loader belongs to an Accelerator "
             f"with gradient_accumulation_steps={steps}, which steps after every {steps} of them: in the middle of the "
             "next group. Leave accelerator.accumulate and gradient_accumulation_steps out, use "
-            "accelerator.no_sync(model) unless batch.last is True, and step when it is; or give the loader a multiple of "
-            "them (drop_last=True)"
+            "accelerator.no_sync(model) unless batch.last is True, and step when it is; or give the loader a multiple "
+            "of them (drop_last=True)"
         )
 
 
