@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hyper_cp import ContextParallel, ContextParallelHandler, styled_modules
 from hyper_cp.cli.demo_model import Llama, LlamaConfig
+from tests.harness import modules
 from tests.harness.attention_case import cp_mesh
+from tests.harness.oracle import plain_attention, relative_error
 from tests.harness.ranks import on_ranks
 
 PLAN = "layers.*.attention.inner"
@@ -150,3 +152,37 @@ def one_search_per_plan() -> list[int]:
 def test_a_plan_is_searched_for_once(ranks: Any) -> None:
     for before, first, second in ranks(2, one_search_per_plan):
         assert before == 0 and first == 1 and second <= 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = modules.BNSD(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x)  # type: ignore[no-any-return]
+
+
+@on_ranks
+def beside_an_unstyled_module(first: bool) -> float:
+    """The error of a styled module in compiled code in which a module of its class has run without a style. ``first``:
+    before any style of the process, when Dynamo did not guard on hooks."""
+    handler, whole = ContextParallelHandler(cp_mesh(), "contiguous"), torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    share = handler.dispatch(whole, 2)
+    plain, styled = Block(), Block()
+    torch.compiler.reset()
+    if first:
+        torch._dynamo.config.skip_nnmodule_hook_guards = True
+        plain.compile(backend="eager")
+        plain(share)
+    parallelize_module(styled, cp_mesh(), {"inner": ContextParallel(2, 1)})
+    assert not torch._dynamo.config.skip_nnmodule_hook_guards
+    for module in (plain, styled):
+        module.compile(backend="eager")
+        out = module(share)
+    return relative_error(handler.combine(out, 2), plain_attention(whole, whole, whole, is_causal=True))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_styled_module_never_runs_the_graph_of_an_unstyled_one(ranks: Any, first: bool) -> None:
+    assert max(ranks(2, beside_an_unstyled_module, first)) < 1e-12
