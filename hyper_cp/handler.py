@@ -359,8 +359,8 @@ class ContextParallelHandler(Shares):
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(
                 f"documents got a {type(cu_seqlens).__name__} with the entries {list(cu_seqlens)}, which carries no "
-                "documents. Pass what get_batch_on_this_cp_rank returned, or its attribute documents if "
-                "the batch was copied (to a device, say). A batch of prepare_batch needs no block"
+                "documents. Pass what get_batch_on_this_cp_rank returned, or (in the process that has split it) its "
+                "attribute documents if the batch was copied, to a device say. A batch of prepare_batch needs no block"
             )
         else:
             table = documents_table(cu_seqlens, document_ids)  # None: a sequence without documents

@@ -169,18 +169,20 @@ def warn_of_windows(
     """
     rows, length = sizes
     for batch, share in shares:
-        if rows == batch * share > batch and length != share:
+        again = 1 if rows > batch else calls
+        windows = rows * length * again == batch * share and 0 < length < share and share % length == 0
+        across = share > 1 and rows % share == 0 and rows * length == batch * share and not windows
+        if (rows == batch * share > batch or across) and length != share:
             owner.warned = True
             warnings.warn(
-                f"{runs_over} {rows} sequences of {length} positions, one for each of the {share} "
-                f"positions in the {batch} rows that this rank holds (a frame of a video, say). Each is joined with "
-                "the one of every other rank in its place. Leave the module out of the plan (or the block) if these "
+                f"{runs_over} {rows} sequences of {length} positions, one or several for each of the {share} positions "
+                f"in the {batch} rows that this rank holds (a frame of a video, rows of a table, say). Each is joined "
+                "with the one of every other rank in its place. Leave the module out of the plan (or the block) if these "
                 "sequences are not split; else ignore this warning",
                 stacklevel=5,
             )
             return
-        again = 1 if rows > batch else calls
-        if rows * length * again == batch * share and 0 < length < share and share % length == 0:
+        if windows:
             owner.warned = True
             warnings.warn(
                 f"{runs_over} sequences of {length} positions, {share // length} for each of the "

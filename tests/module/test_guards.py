@@ -781,7 +781,7 @@ def frames(patches: int) -> list[list[int]]:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     F.scaled_dot_product_attention(rows, rows, rows)
-                said.append(sum("(a frame of a video, say)" in str(w.message) for w in caught))
+                said.append(sum("(a frame of a video, rows of a table, say)" in str(w.message) for w in caught))
         found.append(said)
     return found
 
@@ -790,6 +790,27 @@ def test_frames_as_rows_of_the_batch_warn_once(ranks: Any) -> None:
     """Attention within frames met those of the other ranks, without a word if frames have 4 or 16 patches."""
     for patches in (4, 16):
         assert ranks(2, frames, patches) == [[[1, 0], [0, 0]]] * 2
+
+
+@on_ranks
+def rows_of_a_table(rows: int, channels: int) -> list[int]:
+    """Warnings of attention along the sequence, and of attention among the rows of the batch, or among the channels of
+    series that are its rows, at every position."""
+    series, found = torch.randn(rows * channels, 16, 8), []
+    with context_parallel(cp_mesh(), buffers=[series], buffer_seq_dims=[1], layout="contiguous"):
+        across = series.unflatten(0, (rows, channels)).movedim(2, 1).flatten(0, 1)  # [rows * share, channels, 8]
+        for x in (series, across):
+            heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                F.scaled_dot_product_attention(heads, heads, heads)
+            found.append(sum("(a frame of a video, rows of a table, say)" in str(w.message) for w in caught))
+    return found
+
+
+def test_attention_among_rows_of_the_batch_is_warned_of(ranks: Any) -> None:
+    for rows, channels in ((1, 3), (1, 12), (2, 7)):
+        assert ranks(2, rows_of_a_table, rows, channels) == [[0, 1]] * 2
 
 
 class InWindows(nn.Module):
