@@ -192,7 +192,8 @@ class ContextParallelHandler(Shares):
                 mean over the labels of all of them, however many each has. (An epoch may end with fewer of them.)
             mesh: the mesh of ``mean_loss(mesh=)``, over whose ranks labels are then counted: one small communication
                 for every ``accumulate`` micro-batches. It is needed with accumulation over data-parallel ranks;
-                ``mean_loss`` raises if it has another one.
+                ``mean_loss`` raises if it has another one. Iterate then in the thread that trains: transfers of two
+                threads meet in another order on each rank.
             options: the arguments of :meth:`get_batch_on_this_cp_rank`.
 
         Yields:

@@ -22,6 +22,7 @@ from .._torch.compiling import is_compiling
 from ..mesh.agreement import digest
 from ..mesh.arguments import check_int, check_type, is_int
 from ..mesh.cp_mesh import CPMesh
+from ..mesh.entries import memory_of
 from ..mesh.padding import Form, Padding
 from ..mesh.split import Counted
 from ..schedule import layout as layouts
@@ -70,8 +71,8 @@ class LocalBatch:
     """In ``handler.loader(..., accumulate=)`` the labels that were counted for ``weight``."""
     of_samples: bool = False
     """True if its documents are the samples of a planned micro-batch, each of which has positions from 0 on."""
-    past: Mapping[Any, Tensor | None] = {}
-    """Its entries that have a sequence, each with True where it holds padding (None: nowhere)."""
+    past: Mapping[Any, tuple[torch.Size, Tensor | None]] = {}
+    """Its entries that have a sequence: the shape of each, and True where it holds padding (None: nowhere)."""
     recorded: bool = True
     """False for a copy, or one that another process has split: losses do not know its entries yet."""
 
@@ -155,7 +156,13 @@ def record_entries(cp: CPMesh, batch: Any) -> None:
         return
     batch.recorded = True
     known = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-    entries = [(known[name], past) for name, past in batch.past.items() if isinstance(known.get(name), Tensor)]
+    alike = [
+        (x, past)
+        for name, (shape, past) in batch.past.items()
+        if isinstance(x := known.get(name), Tensor) and x.shape == shape
+    ]
+    memories = [memory_of(x) for x, _ in alike]  # entries that were put into one tensor cannot be told apart
+    entries = [pair for pair, memory in zip(alike, memories, strict=True) if memories.count(memory) == 1]
     padded, share = batch.padded_length, batch.padded_length // batch.ranks
     cp.batch.entries.record(entries, Padding((batch.length,), padded, share, batch.form))
 
@@ -341,8 +348,8 @@ class WholeBatch:
         """The padding mask ``[B, S]``, if there is padding."""
         self.padding: Sequence[Sequence[int]] = ()
         """Boundaries of tokens and padding in each row of the batch, if there is padding."""
-        self.past: Mapping[Any, Tensor | None] = {}
-        """Once it is split, where the share of each entry holds padding."""
+        self.past: Mapping[Any, tuple[torch.Size, Tensor | None]] = {}
+        """Once it is split, the shape of each share, and where it holds padding."""
 
     @property
     def form(self) -> Form:
@@ -512,8 +519,8 @@ class WholeBatch:
         if at is not None and self.padded > self.length:
             past = at >= self.length
         padding = Padding((self.length,), self.padded, self.padded // handler.cp.size, self.form)
-        self.past = {name: self._past(name, past) for name in self.dims}
-        state.entries.record([(shares[name], found) for name, found in self.past.items()], padding)
+        self.past = {name: (shares[name].shape, self._past(name, past)) for name in self.dims}
+        state.entries.record([(shares[name], found) for name, (_, found) in self.past.items()], padding)
         if at is not None and counts:
             shares["position_ids"] = self.positions(at).to(self.first.device)
         return shares

@@ -19,7 +19,7 @@ BATCHES = 64
 """Batches that are alive and recorded, beside the last one."""
 
 
-def _memory(x: Tensor) -> Any:
+def memory_of(x: Tensor) -> Any:
     """Names the memory of a tensor, in which its views lie too."""
     if type(x) is not Tensor or x.layout != torch.strided or not x.untyped_storage().nbytes():
         return id(x)
@@ -53,8 +53,8 @@ class Entries:
                 self._latest = [*alive[-BATCHES:], (entry, padding)]
 
     def _record_entry(self, x: Tensor, past: Tensor | None) -> weakref.ref[Tensor]:
-        entry = weakref.ref(x, partial(_forget, self._by_memory, _memory(x)))
-        self._by_memory[_memory(x)] = entry, past
+        entry = weakref.ref(x, partial(_forget, self._by_memory, memory_of(x)))
+        self._by_memory[memory_of(x)] = entry, past
         return entry
 
     def record_moved(self, x: Tensor, moved: Tensor) -> None:
@@ -67,7 +67,7 @@ class Entries:
     def past_of(self, x: Tensor) -> tuple[Tensor | None] | None:
         """True where a tensor, which is an entry of a batch or a view of one, holds padding (None: nowhere), broadcast
         over it, in a tuple; None if it is no entry."""
-        found, past = self._by_memory.get(_memory(x), (None, None))
+        found, past = self._by_memory.get(memory_of(x), (None, None))
         entry = None if found is None else found()
         if entry is None or entry.dtype != x.dtype:
             return None

@@ -177,8 +177,8 @@ def warn_of_windows(
             warnings.warn(
                 f"{runs_over} {rows} sequences of {length} positions, one or several for each of the {share} positions "
                 f"in the {batch} rows that this rank holds (a frame of a video, rows of a table, say). Each is joined "
-                "with the one of every other rank in its place. Leave the module out of the plan (or the block) if these "
-                "sequences are not split; else ignore this warning",
+                "with the one of every other rank in its place. Leave the module out of the plan (or the block) if "
+                "these sequences are not split; else ignore this warning",
                 stacklevel=5,
             )
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import warnings
@@ -357,18 +358,24 @@ def split_elsewhere() -> list[float]:
     of another name, which are padded with a class."""
     handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
     whole = {"losses": torch.arange(14.0).view(2, 7), "classes": torch.zeros(2, 7, dtype=torch.int64)}
+    whole["further"] = torch.ones(2, 7, dtype=torch.int64)
     whole["attention_mask"] = (torch.arange(7) < torch.tensor([[5], [7]])).long()
     batch = pickle.loads(pickle.dumps(handler.get_batch_on_this_cp_rank(whole)))
     with handler.documents(batch):
         assert handler.cp.batch.documents is not None
-    of_labels = handler.mean_loss(batch["losses"], batch["classes"], elsewhere=True)
-    return [handler.mean_loss(batch["losses"], mask=batch["attention_mask"], elsewhere=True).item(), of_labels.item()]
+    of_mask = handler.mean_loss(batch["losses"], mask=batch["attention_mask"], elsewhere=True)
+    found = [of_mask, handler.mean_loss(batch["losses"], batch["classes"], elsewhere=True)]
+    batch = copy.deepcopy(batch)
+    batch["classes"], batch["further"] = torch.stack([batch["classes"], batch["further"]]).unbind()
+    with handler.documents(batch):
+        found.append(handler.mean_loss(batch["losses"], batch["classes"], elsewhere=True))
+    return [x.item() for x in found]
 
 
 def test_losses_of_batches_that_a_worker_has_split(ranks: Any) -> None:
-    for of_mask, of_labels in ranks(2, split_elsewhere):
+    for of_mask, *of_labels in ranks(2, split_elsewhere):
         assert of_mask == pytest.approx(80 / 12)
-        assert of_labels == pytest.approx(91 / 14)
+        assert of_labels == pytest.approx([91 / 14] * 2), "also of labels that lie in one tensor with another entry"
 
 
 def test_padding_is_that_of_the_batch_of_the_block(ranks: Any) -> None:
