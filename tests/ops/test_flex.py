@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -439,6 +440,19 @@ def changed() -> dict[str, Any]:
     found["numbers"] = error_of(lambda: outs[0].sum().backward())
     outs[1].sum().backward()
 
+    table, slopes, layer = torch.ones(2 * H), np.ones(2, np.float32), 0
+    for name, changing in (
+        ("part", lambda score, b, h, i, j: score * table[layer * H : (layer + 1) * H][h]),
+        ("one of several", lambda score, b, h, i, j: score * table.chunk(2)[layer][h]),
+        ("number of NumPy", lambda score, b, h, i, j: score * slopes[layer]),
+    ):
+        outs = []
+        for layer in (0, 1):
+            slopes[layer] = layer
+            outs.append(run(None, changing))
+        found["numbers: " + name] = error_of(lambda outs=outs: outs[0].sum().backward())
+        outs[1].sum().backward()
+
     want = F.scaled_dot_product_attention(*whole, enable_gqa=True)[:, :, mine]
     found["blocks"] = 0.0
     for inference in (False, True):  # whose tensors do not count writes
@@ -459,7 +473,9 @@ def test_what_has_changed_is_seen(ranks: Any) -> None:
     for found in ranks(2, changed):
         for name in ("written", "replaced"):
             assert "RuntimeError: a tensor that score_mod or mask_mod" in found[name], found
-        assert "RuntimeError: a number that score_mod or mask_mod" in found["numbers"], found
+        numbers = [x for name, x in found.items() if name.startswith("numbers")]
+        assert len(numbers) == 4
+        assert all("RuntimeError: a number that score_mod or mask_mod" in x for x in numbers), found
         assert found["blocks"] <= 1e-10 and found["finite"], found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -157,7 +157,8 @@ class _Evaluation(TorchFunctionMode):
 
 
 class _Collection(_Evaluation):
-    """Collects the tensors that take part, and that the functions did not make.
+    """Collects the tensors that take part, and that the functions did not make; and all calls of torch, each with its
+    numbers, and with the order in which its tensors were first seen.
 
     Args:
         given: arguments of the functions, which do not count.
@@ -170,13 +171,24 @@ class _Collection(_Evaluation):
         self.calls: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func, *(x for x in _leaves((args, kwargs)) if isinstance(x, (bool, int, float)))))
         for x in _tensors((args, kwargs)):
             if id(x) not in self.made:
                 self.found[id(x)] = x
+        order = {x: number for number, x in enumerate((*self.made, *self.found))}
+        self.calls.append((func, *(_compared(x, order) for x in _leaves((args, kwargs)))))
         result = super().__torch_function__(func, types, args, kwargs)
         self.made.update((id(x), x) for x in _tensors(result) if id(x) not in self.found)
         return result
+
+
+def _compared(x: Any, order: Mapping[int, int]) -> Any:
+    """An argument in a form that can be compared with that of a later call: the number of a tensor, a value (NumPy's
+    too), or a type."""
+    if isinstance(x, Tensor):
+        return "tensor", order[id(x)]
+    if isinstance(x, (bool, int, float, str, torch.dtype)):
+        return x
+    return x.tolist() if hasattr(x, "tolist") else type(x)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -184,6 +196,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _leaves(x: Any) -> list[Any]:
+    x = (x.start, x.stop, x.step) if isinstance(x, slice) else x
     items = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else None
     return [x] if items is None else [found for item in items for found in _leaves(item)]
 
