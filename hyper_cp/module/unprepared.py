@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,6 +57,13 @@ def refuse_lengths_of_shares(call: RunningCall, length: int, mask: Tensor | None
             f"knows the {length} positions of this rank's share only, of {whole}. Attention would see what one device "
             f"hides. {remedy}"
         )
+    if mask is not None and mask.shape[-1] == whole and getattr(module, "is_causal", False) and _padding(frame, whole):
+        raise ValueError(
+            f"{call.binding.name}: {name} belongs to a causal model that was given the padding mask of all {whole} "
+            f"positions and {length} tokens, and made a mask of {tuple(mask.shape)}. Its rows are positions 0 to "
+            f"{length - 1} on every rank, whichever the rank holds. {remedy}; or leave the mask out, if there is no "
+            "padding before tokens"
+        )
     for kind, usual in _frequencies(config):
         ends = _ends(mode.layout, size, whole, call.documents) if usual < whole else ()
         # Some have frequencies for longer sequences, and others a set for each length.
@@ -65,6 +73,17 @@ def refuse_lengths_of_shares(call: RunningCall, length: int, mask: Tensor | None
                 f"the largest position if that is {usual} or more. It is {max(ends) - 1}, and on some ranks the "
                 f"largest of their share is {min(ends) - 1}: ranks would rotate differently. {remedy}"
             )
+
+
+def _padding(frame: FrameType | None, whole: int) -> bool:
+    """True if a function that runs around ``frame`` has the padding mask ``[B, S]`` of all positions. (The ranks have
+    the same: unlike its values, its form does not depend on the rank.)"""
+    while frame is not None:
+        mask = frame.f_locals.get("attention_mask") if frame.f_code.co_name == "forward" else None
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[-1] == whole:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_configuration(config: Any) -> bool:

@@ -1244,3 +1244,31 @@ def test_masks_for_windows_of_the_rows_of_a_share_are_refused(ranks: Any) -> Non
     """Their windows began at the first row of the share: gradients were off by up to 120 %."""
     for error in ranks(2, windows_of_rows_of_a_share):
         assert error.startswith("ValueError: a model in context_parallel: ModernBertAttention has a window"), error
+
+
+@on_ranks
+def padding_mask_of_all_positions(name: str, four: bool) -> tuple[str, float]:
+    """The error of a causal model that is only routed, given the padding mask of all positions, and that of its logits.
+    ``four``: as the mask of all pairs."""
+    mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), tokens(24)
+    model, at = tiny_causal(name), torch.arange(24).expand(2, -1).clone()
+    mask = torch.arange(24) < torch.tensor([[24], [19]])
+    if four:
+        mask = mask[:, None, None] & torch.ones(24, 24).tril().bool()
+    with torch.no_grad(), InDouble():
+        want = model(input_ids=ids, attention_mask=mask, position_ids=at, use_cache=False).logits
+        with context_parallel(mesh, buffers=[ids, at], buffer_seq_dims=[1, 1]) as handler:
+            found: list[Tensor] = []
+            given: Any = {"input_ids": ids, "attention_mask": mask, "position_ids": at, "use_cache": False}
+            error = error_of(lambda: found.append(model(**given).logits))
+            off = absolute_error(handler.combine(found[0], 1), want) if found else 0.0
+    return error, off
+
+
+def test_the_padding_mask_of_all_positions_beside_a_share_is_refused(ranks: Any) -> None:
+    """The model's causal mask began at position 0 on every rank: gradients were a third off."""
+    for name in ("llama", "gpt2"):
+        for error, _ in ranks(2, padding_mask_of_all_positions, name, False):
+            assert "belongs to a causal model that was given the padding mask of all 24 positions" in error, error
+    for error, off in ranks(2, padding_mask_of_all_positions, "llama", True):
+        assert not error and off <= 1e-10
