@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -199,6 +200,25 @@ def compiled() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@on_ranks
+def graphs_of_equal_blocks() -> int:
+    """The graphs of four equal blocks that are compiled one by one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    blocks = nn.ModuleList(mixer.make() for _ in range(4))
+    parallelize_module(blocks, mesh, {"*.layers.*": RecurrentContextParallel()})
+    torch.compiler.reset()
+    before, x = counters["stats"]["unique_graphs"], inputs()[:, :12].requires_grad_()
+    for block in blocks:
+        block.compile(fullgraph=True, backend="eager")
+        x = block(x)
+    return counters["stats"]["unique_graphs"] - before
+
+
+def test_equal_blocks_with_mixers_share_a_graph(ranks: Ranks) -> None:
+    """Graphs held for the numbers of hooks, which differed: the ninth block ended in Dynamo's limit."""
+    assert ranks(2, graphs_of_equal_blocks) == [2, 2]  # one is that of the first, whose input is a leaf
+
+
 def test_mixers_compile_into_one_graph_for_all_documents(ranks: Ranks) -> None:
     for found in ranks(2, compiled):
         assert all(error <= 1e-10 for error in found.values()), found

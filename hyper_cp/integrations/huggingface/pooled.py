@@ -92,7 +92,7 @@ class PooledHook:
         handler = ContextParallelHandler(active.mesh, style_of(self.binding))
         mask = whole.get("attention_mask")
         if mask is not None and mask.ndim == 2 and (self.over_positions or _may_pool_padding(decoder, whole)):
-            whole["shift_labels"] = torch.zeros_like(mask)
+            whole["shift_labels"] = torch.zeros_like(mask, dtype=torch.int64)  # masks may be bool
         local = prepare_batch(handler, whole)
         local.pop("shift_labels", None)
         length = whole["input_ids" if "input_ids" in whole else "inputs_embeds"].shape[1]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._torch.compiling import is_compiling
-from ..._torch.modules import calls_running
+from ..._torch.modules import calls_running, numbered_alike
 from ...mesh.cp_mesh import CPMesh
 from ..dispatch_mode import alone
 from ..mesh_binding import Binding, Style, describe, documents_keyword, takes_documents
@@ -56,11 +56,13 @@ class MixerHooks:
 
     def attach(self, module: nn.Module) -> None:
         """Register the hooks."""
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, always_call=True)
+        with numbered_alike(module):
+            module.register_forward_pre_hook(self.before, with_kwargs=True)
+            module.register_forward_hook(self.after, always_call=True)
         for child in module.modules():
             if isinstance(child, (nn.Conv1d, nn.RNNBase)):
-                child.register_forward_pre_hook(self.refuse_child)
+                with numbered_alike(child):
+                    child.register_forward_pre_hook(self.refuse_child)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin to route."""
