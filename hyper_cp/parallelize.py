@@ -89,7 +89,7 @@ def parallelize(
     heads, kv_heads = (gcd(*numbers) for numbers in zip(*(x.heads for x in layers), strict=True))
     chosen, view = _choose(mesh, heads, kv_heads, settings)
     style = ContextParallel(qkv_indices=None, **chosen)
-    plan: dict[str, ParallelStyle] = {layer.name: style for layer in layers}
+    plan: dict[str, ParallelStyle] = dict.fromkeys(_outermost([layer.name for layer in layers]), style)
     if prepared:
         from .integrations.transformers import prepare_model
 
@@ -247,6 +247,11 @@ def _layers_of_config(model: Any) -> list[_Layer]:
     except (NotImplementedError, TypeError, ValueError):
         shape = None  # layers whose traffic nothing knows: the summary leaves it out
     return [_Layer("", (heads, kv_heads), shape)]
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """The names of modules that no other one holds: a style routes all attention calls of a module's forward."""
+    return [x for x in names if not any(outer != x and (not outer or x.startswith(f"{outer}.")) for outer in names)]
 
 
 def _mixers(model: nn.Module, styled: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ class Attention(nn.Module):
         self.kind, self.heads = kind, heads
         self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
         self.multihead = nn.MultiheadAttention(24, heads, batch_first=True) if kind == "multihead" else None
+        self.inner = Attention("", heads) if kind == "one that holds another" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.multihead is not None:
@@ -54,7 +55,8 @@ class Attention(nn.Module):
                 y.transpose(1, 2).flatten(2)
                 + F.scaled_dot_product_attention(*again, is_causal=True).transpose(1, 2).flatten(2)
             )
-        return self.out(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2).flatten(2)
+        return self.out(y if self.inner is None else y + self.inner(x))
 
 
 class GPT(nn.Module):
@@ -143,6 +145,7 @@ CASES: dict[str, tuple[int, str, int, Mapping[str, Any], tuple[Any, ...]]] = {
     "multihead": (2, "multihead", 4, {}, (2, "all_gather", "contiguous")),
     "modules that receive q, k, v": (2, "llama", 4, {}, (2, "all_gather", "contiguous")),
     "one rank": (1, "", 4, {}, (1, "ring", "head_tail")),
+    "an attention in another": (2, "one that holds another", 4, {}, (2, "all_gather", "contiguous")),
     "adapters of PEFT": (2, "adapters", 4, {}, (2, "all_gather", "contiguous")),
 }
 
