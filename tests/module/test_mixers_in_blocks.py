@@ -472,6 +472,28 @@ def test_functions_of_a_notebook_are_routed_whenever_they_are_defined(ranks: Ran
 
 
 @on_ranks
+def spawned() -> float:
+    """The error of a mixer of a script in a spawned process, whose module has a copy of the script's globals."""
+    mesh, file = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ModuleType("spawned")
+    script: dict[str, Any] = {"__name__": "spawned", "recur": recur, "Calls": Calls}
+    exec(CELL, script)
+    vars(file).update(script)
+    rank, sys.modules["spawned"] = mesh.get_local_rank(), file
+    model: Any = Hybrid(file.Cell())
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    want, x = model(whole()).chunk(2, 1)[rank].detach(), whole()
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1], layout="contiguous"):
+        error = (model(x) - want).abs().max().item()
+    del sys.modules["spawned"]
+    return error
+
+
+def test_functions_of_a_spawned_script_are_routed(ranks: Ranks) -> None:
+    assert max(ranks(2, spawned)) <= 1e-10
+
+
+@on_ranks
 def on_two_meshes() -> list[float]:
     """Errors of a module that two of four ranks run on their mesh, and then all on one of their own."""
     rank, found = dist.get_rank(), []

@@ -564,14 +564,27 @@ def route_loaded() -> None:
     # A notebook (which has no spec) gets new functions with each cell; a file that is loaded again gets another spec.
     again = {x for x, spec in _own.items() if spec is None or getattr(sys.modules.get(x), "__spec__", None) is not spec}
     for file in (sys.modules.keys() - _routed) | again:
-        names = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
-        for name, value in list(names.items()):
-            _put_in_front(names, name)
-            if not file.startswith("torch."):
-                _put_in_front_of_kept(names, name, value, file)
+        found = vars(module) if isinstance(module := sys.modules.get(file), ModuleType) else {}
+        for names in _globals_of(file, found):
+            for name, value in list(names.items()):
+                _put_in_front(names, name)
+                if not file.startswith("torch."):
+                    _put_in_front_of_kept(names, name, value, file)
         _routed.add(file)
         if not is_installed(file):
-            _own[file] = names.get("__spec__")
+            _own[file] = found.get("__spec__")
+
+
+def _globals_of(file: str, names: dict[str, Any]) -> list[dict[str, Any]]:
+    """The names of a file, and the globals of its functions where they are another dict: the script of a process that
+    ``multiprocessing`` has spawned has a copy of them."""
+    found = {id(names): names}
+    if not is_installed(file):
+        for value in [*names.values()]:
+            for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
+                if type(function) is FunctionType and function.__module__ == file:
+                    found[id(function.__globals__)] = function.__globals__
+    return [*found.values()]
 
 
 _routed: set[str] = set()
