@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..._torch.compiling import is_compiling
 from ..._torch.modes import unseen
-from ..._torch.modules import hook_owners, is_running
+from ..._torch.modules import hook_owners, is_running, numbered_alike
 from ...mesh.agreement import REMEDY
 from ...module.mixers.calls import RunningMixer, running_mixer
 from ...module.mixers.hooks import MixerHooks
@@ -52,8 +52,9 @@ def run_in(module: nn.Module, make: Callable[[nn.Module, Any, Any], TorchFunctio
             _running.remove(entered)
             entered[1].__exit__(None, None, None)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+    with numbered_alike(module):
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, always_call=True)
 
 
 def reach_copied_layers(decoder: PreTrainedModel, before: str) -> None:
