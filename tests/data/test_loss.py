@@ -353,6 +353,21 @@ def padding_of_an_earlier_batch() -> tuple[float, float]:
 
 
 @on_ranks
+def behind_many_lengths() -> list[float]:
+    """Losses of a batch, in its block and behind it, when batches of many other lengths have been split."""
+    handler = ContextParallelHandler(init_device_mesh("cpu", (2,)), "contiguous")
+    first, *others = (handler.get_batch_on_this_cp_rank({"x": torch.ones(2, n)}) for n in (16, *range(60, 16, -2)))
+    with handler.documents(first):
+        found = [handler.mean_loss(first["x"], elsewhere=True).item()]
+    return [*found, handler.mean_loss(first["x"], elsewhere=True).item(), *(x["x"].mean().item() for x in others)]
+
+
+def test_losses_behind_batches_of_many_lengths(ranks: Any) -> None:
+    for found in ranks(2, behind_many_lengths):
+        assert {*found} == {1.0}
+
+
+@on_ranks
 def split_elsewhere() -> list[float]:
     """Means behind the block of a batch that a data loader's worker has split: with its padding mask, and with labels
     of another name, which are padded with a class."""

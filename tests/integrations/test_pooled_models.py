@@ -175,9 +175,10 @@ def padding_is_first(kind: str) -> tuple[float, str]:
     config = copy.deepcopy(tiny_causal(kind, CLASSES).config)
     config.is_decoder = True
     model = AutoModelForSequenceClassification.from_config(config).double().eval()
-    batch, found = {**batch_of(), "attention_mask": batch_of()["attention_mask"].flip(1)}, [0.0]
-    refusal = error_of(lambda: found.append(error(model, prepared(model), batch)))
-    return found[-1], refusal
+    mask, found = batch_of()["attention_mask"].flip(1), [0.0]
+    batches = [{**batch_of(), "attention_mask": x} for x in (mask, mask.bool())]
+    refusal = error_of(lambda: found.extend(error(model, prepared(model), batch) for batch in batches))
+    return max(found), refusal
 
 
 def test_padding_that_a_pooler_takes_for_the_first_token(ranks: Any) -> None:
