@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
+from .._torch.modules import guard_hooks
 from ..handler import ContextParallelHandler
 from ..mesh.arguments import check_type
 from ..module.guards import watch
@@ -100,6 +101,7 @@ def prepare_model(
         check_adapters(stack)  # those of later are found in the first forward
         check_model(model, stack)
     chunked = ChunkedLoss(model) if chunked_loss else None
+    guard_hooks()
     # All are made before the first one is attached: they may share a config.
     hooks = [DecoderHook(style, mesh, stack, layers_of(model, stack)) for stack in stacks]
     for hook, stack in zip(hooks, stacks, strict=True):
