@@ -250,14 +250,12 @@ def _check_tables(buffers: list[Tensor], dims: list[int]) -> None:
     for i, ((x, dim), table) in enumerate(zip(each, tables, strict=True)):
         if not table or not x.shape[dim] > length > 0:
             continue
-        if _holds_integers(x) and x.shape[dim] in features:
-            continue
         part = ", ".join([*":" * dim, f":{length}"])
         pass_rows = (
             f"Each rank would get a part of the table that does not belong to its tokens. Pass the rows of the tokens, "
             f"table = x[{part}], as a view, and let the model read that tensor in place of x"
         )
-        if dim and x.is_floating_point():
+        if (dim and x.is_floating_point()) or (_holds_integers(x) and x.shape[dim] in features):
             warnings.warn(
                 f"buffers[{i}] of shape {tuple(x.shape)} has {x.shape[dim]} positions, and the tokens have {length}. "
                 f"If it is a table of positions: {pass_rows}. If it is another sequence, ignore this warning",

@@ -354,8 +354,8 @@ class ContextParallelHandler(Shares):
         batch = cu_seqlens if isinstance(cu_seqlens, LocalBatch) else batch_of(self, cu_seqlens)
         copied, ends, filled = batch is cu_seqlens and not batch.padded_length, (), None
         refuse_other_split(self, batch)
-        record_entries(self.cp, batch)
         if batch.padded_length:
+            record_entries(self.cp, batch)
             table = batch.documents if batch is cu_seqlens else cu_seqlens
         elif copied or isinstance(cu_seqlens, Mapping):  # type(batch)({...}) has the entries only
             raise TypeError(

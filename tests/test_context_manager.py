@@ -889,8 +889,9 @@ def longer_numbers(rows: int) -> list[str]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_numbers_of_more_positions_than_the_tokens_are_warned_of(ranks: Any, rows: int) -> None:
-    for (text,) in ranks(2, longer_numbers, rows):
-        assert "buffers[1] of shape (1, 16, 4) has 16 positions, and the tokens have 8" in text
+    for features, positions in ranks(2, longer_numbers, rows):
+        assert "buffers[1] of shape (1, 16, 4) has 16 positions, and the tokens have 8" in features
+        assert "buffers[2] of shape (16,) has 16 positions, and the tokens have 8" in positions
 
 
 @on_ranks

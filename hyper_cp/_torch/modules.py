@@ -6,7 +6,8 @@ Needs ``_forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks``, ``_ba
 ``DeviceMesh._get_root_mesh`` (torch has no public way from a slice back to its mesh), the frame of
 ``parallelize_module``, and of the groups of FSDP2 their meshes and the gradients that wait in them. The same in torch
 2.11 to 2.15.
-``torch._dynamo.config.skip_nnmodule_hook_guards`` is set to False with the first style (:func:`guard_hooks`).
+``torch._dynamo.config.skip_nnmodule_hook_guards`` is set to False with the first style, and its default in
+``torch._dynamo.config._config`` (:func:`guard_hooks`).
 The counter ``torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER`` saves searches; without it every object is searched.
 """
 
@@ -224,7 +225,8 @@ def guard_hooks() -> None:
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     if config.skip_nnmodule_hook_guards:
-        config.skip_nnmodule_hook_guards = False
+        config.skip_nnmodule_hook_guards = False  # from torch 2.13 on, in this thread
+        config._config["skip_nnmodule_hook_guards"].default = False  # and in all others
         if count_compilations():
             torch.compiler.reset()  # graphs that were made before have no such guards
 

@@ -152,7 +152,7 @@ def _tokens_of(entries: Mapping[Any, Any], names: Sequence[str]) -> Tensor | Non
 
 def record_entries(cp: CPMesh, batch: Any) -> None:
     """Let losses know the entries of a batch that was copied, or split in another process (by a data loader)."""
-    if batch.recorded or is_compiling():
+    if is_compiling() or batch.recorded:
         return
     batch.recorded = True
     known = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
@@ -162,9 +162,7 @@ def record_entries(cp: CPMesh, batch: Any) -> None:
         if isinstance(x := known.get(name), Tensor) and x.shape == shape
     ]
     memories = [memory_of(x) for x, _ in alike]  # entries that were put into one tensor cannot be told apart
-    entries = [pair for pair, memory in zip(alike, memories, strict=True) if memories.count(memory) == 1]
-    padded, share = batch.padded_length, batch.padded_length // batch.ranks
-    cp.batch.entries.record(entries, Padding((batch.length,), padded, share, batch.form))
+    cp.batch.entries.record_copies(x for x, memory in zip(alike, memories, strict=True) if memories.count(memory) == 1)
 
 
 def record_table(batch: LocalBatch) -> None:

@@ -39,9 +39,9 @@ def local_batches(
     counted = Counted()
     try:
         while group := [read(whole) for whole in islice(source, accumulate)]:
-            _refuse_cut_group(batches, len(group), accumulate)
             labels = [batch.labels for batch in group]
             counts = _counts(labels, device, accumulate, mesh if more else None) if accumulate > 1 else None
+            _refuse_cut_group(batches, len(group), accumulate)  # now all ranks have as many
             weights: Any = [None] if counts is None else _weights(counts)
             for number, (batch, weight) in enumerate(zip(group, weights, strict=True), 1):
                 local = _moved(batch.split(), device, cp.batch)  # only now: what is split is the batch that runs next
@@ -79,7 +79,7 @@ def _refuse_cut_group(batches: Any, found: int, accumulate: int) -> None:
     """Raise ``ValueError`` for a last group of fewer micro-batches, if ``accelerator.accumulate`` counts them: it would
     step in the middle of the next epoch's first group."""
     steps = getattr(getattr(batches, "gradient_state", None), "num_steps", 1)
-    if found < accumulate and steps > 1:
+    if found < accumulate and found % steps:
         raise ValueError(
             f"batches ended after {found} of {accumulate} micro-batches, and this loader belongs to an Accelerator "
             f"with gradient_accumulation_steps={steps}, which steps after every {steps} of them: in the middle of the "

@@ -238,7 +238,7 @@ def check_share(cp: CPMesh, per_token: Any) -> None:
     if cp.size == 1 or len(shape) != 2 or any(n in state.lengths for n in shape):
         return
     alive = set() if is_compiling() else {state.rows_and_share[1], *state.entries.shares_of()}
-    if not alive.isdisjoint(shape):  # of an earlier batch, whose length is one of many
+    if max(shape) in alive:  # of an earlier batch, whose length is one of many
         return
     length = max(shape)
     if length + 1 in state.lengths:

@@ -226,10 +226,10 @@ def _warn_of_first_labels(cp: CPMesh, x: Tensor, mask: Tensor | None, counted: T
         if bool((left_out if mask is None else left_out & (mask != 0)).any()):
             cp.batch.first_labels_to_read = 0
             warnings.warn(
-                "pool got a number other than 0 for the last padding before the tokens of a row, and leaves it out as "
-                "all padding. That of a label (a log-probability, a loss) counts on one device, since this position "
-                "predicts the first token. Set the label of a first token behind padding to ignore_index, or add up "
-                "log_probs(..., gather=True). If these are numbers of tokens, pass a mask that is 0 at padding",
+                "pool leaves out padding, and with it the last one before a row's tokens, whose number is not 0 here. "
+                "If the numbers are those of labels (log-probabilities, losses), it is that of the first token, "
+                "which counts on one device: set that label to ignore_index, or add up log_probs(..., gather=True). If "
+                "they are those of tokens, pass a mask that is 0 at padding",
                 stacklevel=6,
             )
 

@@ -250,7 +250,7 @@ class BatchState:
         thread's innermost block (the loader may have split the next one already), else the last one. None: it was not
         padded, or these are no losses of its tokens."""
         split = self._split
-        if split is None and any(share in shape for _, share in self.of_buffers[-1:]):
+        if split is None and any(share in shape[-1:] for _, share in self.of_buffers[-1:]):
             return None  # buffers of a context_parallel block are split evenly
         return self.entries.padding_of(shape, split)
 

@@ -57,6 +57,11 @@ class Entries:
         self._by_memory[memory_of(x)] = entry, past
         return entry
 
+    def record_copies(self, entries: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Record the entries of a copy of a batch, which is not the last one."""
+        for x, past in entries:
+            self._record_entry(x, past)
+
     def record_moved(self, x: Tensor, moved: Tensor) -> None:
         """Record the copy of an entry of the last batch on another device, which takes its place."""
         if moved is not x and (known := self.past_of(x)):

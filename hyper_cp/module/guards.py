@@ -434,8 +434,8 @@ class FirstForward(EnteredMode):
             warnings.warn(
                 f"module {name!r} ({type(caller).__name__}) got positions 0, 1, 2, ... "
                 "on a rank whose share holds other positions. They were counted locally, perhaps by torch.arange. Pass "
-                "the model the position_ids of get_batch_on_this_cp_rank, or those of handler.position_ids. A module "
-                f"that sees no shares is exempt with ContextParallel(allow=({name!r},))",
+                "the model the position_ids of get_batch_on_this_cp_rank, or those of handler.position_ids"
+                + (f". A module that sees no shares is exempt with ContextParallel(allow=({name!r},))" if name else ""),
                 stacklevel=6,
             )
 

@@ -141,7 +141,8 @@ def _warn_of_windows(call: RunningCall, q: Tensor) -> None:
     call.calls[rows, length] = call.calls.get((rows, length), 0) + 1
     shares = [*call.shares, call.mesh.views[0].batch.rows_and_share]
     calls = 1 if call.module is None else call.calls[rows, length]
-    warn_of_windows(call.binding, f"{call.binding.name} attends to", (rows, length), shares, calls)
+    in_block = call.module is None  # whose buffers say which dimension is the sequence
+    warn_of_windows(call.binding, f"{call.binding.name} attends to", (rows, length), shares, calls, in_block)
 
 
 class MayWarn(Protocol):
@@ -157,7 +158,12 @@ def shares_in(tensors: Iterable[Any], seq_dim: int = 1) -> list[tuple[int, int]]
 
 
 def warn_of_windows(
-    owner: MayWarn, runs_over: str, sizes: tuple[int, int], shares: list[tuple[int, int]], calls: int = 1
+    owner: MayWarn,
+    runs_over: str,
+    sizes: tuple[int, int],
+    shares: list[tuple[int, int]],
+    calls: int = 1,
+    in_block: bool = False,
 ) -> None:
     """Warn, once for an owner, of sequences that are parts of this rank's share, as further batch rows or one call
     after another; or of which each position of the share is a batch row.
@@ -166,12 +172,13 @@ def warn_of_windows(
         sizes: rows and positions of a call.
         shares: rows and positions of tensors that may hold this rank's share.
         calls: the calls of this size so far.
+        in_block: the shares are those of buffers. (Those of arguments may have the sequence in another dimension.)
     """
     rows, length = sizes
     for batch, share in shares:
         again = 1 if rows > batch else calls
         windows = rows * length * again == batch * share and 0 < length < share and share % length == 0
-        across = share > 1 and rows % share == 0 and rows * length == batch * share and not windows
+        across = in_block and not windows and share > 1 and rows % share == 0 and rows * length == batch * share
         if (rows == batch * share > batch or across) and length != share:
             owner.warned = True
             warnings.warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -164,25 +165,36 @@ class Block(nn.Module):
 
 
 @on_ranks
-def beside_an_unstyled_module(first: bool) -> float:
+def beside_an_unstyled_module(first: bool, in_thread: bool) -> float:
     """The error of a styled module in compiled code in which a module of its class has run without a style. ``first``:
-    before any style of the process, when Dynamo did not guard on hooks."""
+    before any style of the process, when Dynamo did not guard on hooks. ``in_thread``: both run in another thread."""
     handler, whole = ContextParallelHandler(cp_mesh(), "contiguous"), torch.randn(1, 2, 8, 4, dtype=torch.float64)
     share = handler.dispatch(whole, 2)
     plain, styled = Block(), Block()
     torch.compiler.reset()
     if first:
+        torch._dynamo.config._config["skip_nnmodule_hook_guards"].default = True
         torch._dynamo.config.skip_nnmodule_hook_guards = True
         plain.compile(backend="eager")
         plain(share)
     parallelize_module(styled, cp_mesh(), {"inner": ContextParallel(2, 1)})
     assert not torch._dynamo.config.skip_nnmodule_hook_guards
-    for module in (plain, styled):
-        module.compile(backend="eager")
-        out = module(share)
-    return relative_error(handler.combine(out, 2), plain_attention(whole, whole, whole, is_causal=True))
+    outs = []
+
+    def run() -> None:
+        for module in (plain, styled):
+            module.compile(backend="eager")
+            outs.append(module(share))
+
+    if in_thread:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    return relative_error(handler.combine(outs[1], 2), plain_attention(whole, whole, whole, is_causal=True))
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_a_styled_module_never_runs_the_graph_of_an_unstyled_one(ranks: Any, first: bool) -> None:
-    assert max(ranks(2, beside_an_unstyled_module, first)) < 1e-12
+@pytest.mark.parametrize("first, in_thread", [(False, False), (True, False), (True, True)])
+def test_a_styled_module_never_runs_the_graph_of_an_unstyled_one(ranks: Any, first: bool, in_thread: bool) -> None:
+    assert max(ranks(2, beside_an_unstyled_module, first, in_thread)) < 1e-12

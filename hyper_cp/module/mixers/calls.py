@@ -582,8 +582,9 @@ def _globals_of(file: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     if not is_installed(file):
         for value in [*names.values()]:
             for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
-                if type(function) is FunctionType and function.__module__ == file:
-                    found[id(function.__globals__)] = function.__globals__
+                own = function.__globals__ if type(function) is FunctionType else {}  # not those of a decorator
+                if own and own.get("__name__") == names.get("__name__"):
+                    found[id(own)] = own
     return [*found.values()]
 
 
