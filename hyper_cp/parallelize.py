@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ._torch import flex_patch
-from ._torch.modules import running_modules
+from ._torch.modules import holds, running_modules
 from .handler import ContextParallelHandler
 from .mesh import cp_mesh
 from .mesh.arguments import check_type
@@ -251,16 +251,15 @@ def _layers_of_config(model: Any) -> list[_Layer]:
 
 def _outermost(names: Sequence[str]) -> list[str]:
     """The names of modules that no other one holds: a style routes all attention calls of a module's forward."""
-    return [x for x in names if not any(outer != x and (not outer or x.startswith(f"{outer}.")) for outer in names)]
+    return [x for x in names if not any(holds(outer, x) for outer in names)]
 
 
 def _mixers(model: nn.Module, styled: Sequence[str]) -> list[str]:
     """The outermost modules that call functions of recurrences, and hold no styled module."""
     found: list[str] = []
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") or name == outer for outer in (*found, *styled))
-        holds = any(not name or other.startswith(f"{name}.") for other in styled)
-        if is_mixer(type(module)) and not inside and not holds:
+        inside = any(name == outer or holds(outer, name) for outer in (*found, *styled))
+        if is_mixer(type(module)) and not inside and not any(holds(name, other) for other in styled):
             found.append(name)
     return found
 

@@ -207,6 +207,11 @@ def accumulates(module: nn.Module) -> bool:
     return False
 
 
+def holds(outer: str, name: str) -> bool:
+    """True if the module of a model that is named ``outer`` ("": the model) contains another one of this name."""
+    return outer != name and (not outer or name.startswith(f"{outer}."))
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which ``mesh`` is a slice, or itself."""
     return mesh._get_root_mesh()

@@ -59,12 +59,18 @@ def local_batches(
         _over_ranks(torch.empty(0, 1 + depth, dtype=torch.int64, device=device), accumulate, mesh)
 
 
+def _steps_of_accelerator(batches: Any) -> tuple[int, bool]:
+    """The ``gradient_accumulation_steps`` of the Accelerator that a loader belongs to (1: none), and whether it also
+    steps at the loader's end."""
+    state = getattr(batches, "gradient_state", None)
+    return getattr(state, "num_steps", 1), getattr(state, "sync_with_dataloader", False)
+
+
 def _refuse_second_count(batches: Any, accumulate: int) -> None:
     """Raise ``ValueError`` for a loader of accelerate at whose end ``accelerator.accumulate`` steps: all micro-batches
     of the last group are read before the first of them runs, so it would step after each."""
-    state = getattr(batches, "gradient_state", None)
-    steps = getattr(state, "num_steps", 1)
-    if accumulate > 1 and steps > 1 and getattr(state, "sync_with_dataloader", False):
+    steps, at_end = _steps_of_accelerator(batches)
+    if accumulate > 1 and steps > 1 and at_end:
         raise ValueError(
             f"accumulate={accumulate} reads that many micro-batches ahead, and this loader belongs to an Accelerator "
             f"with gradient_accumulation_steps={steps}, which steps once its loader has ended. It would step after "
@@ -78,7 +84,7 @@ def _refuse_second_count(batches: Any, accumulate: int) -> None:
 def _refuse_cut_group(batches: Any, found: int, accumulate: int) -> None:
     """Raise ``ValueError`` for a last group of fewer micro-batches, if ``accelerator.accumulate`` counts them: it would
     step in the middle of the next epoch's first group."""
-    steps = getattr(getattr(batches, "gradient_state", None), "num_steps", 1)
+    steps, _ = _steps_of_accelerator(batches)
     if found < accumulate and found % steps:
         raise ValueError(
             f"batches ended after {found} of {accumulate} micro-batches, and this loader belongs to an Accelerator "

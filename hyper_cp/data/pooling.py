@@ -219,8 +219,10 @@ def _documents_of_tokens(
 def _warn_of_first_labels(cp: CPMesh, x: Tensor, mask: Tensor | None, counted: Tensor, at: Tensor) -> None:
     """Warn, once on a mesh, if numbers ``[B, S/n]`` that are left out with padding seem to be those of a row's first
     label, which the last padding before it predicts. (In the first calls with such padding; a device is waited for.)"""
+    if not cp.batch.first_labels_to_read:
+        return
     last = F.pad(counted[:, 1:] & ~counted[:, :-1], (0, 1))
-    if cp.batch.first_labels_to_read and bool(last.any()):
+    if bool(last.any()):
         cp.batch.first_labels_to_read -= 1
         left_out = (x != 0) & last[:, at].to(x.device)
         if bool((left_out if mask is None else left_out & (mask != 0)).any()):

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from .._torch.compiling import is_compiling
 from .._torch.leaves import other_leaf
+from .._torch.modules import holds
 from ..data.collectives import with_gradient_of, with_whole_gradient
 from ..data.loss import check_gradients
 from ..handler import ContextParallelHandler
@@ -127,7 +128,7 @@ def _refuse_other_attention(transformer: nn.Module, family: Family) -> None:
     known = [name for name, _ in transformer.named_modules() if any(fnmatchcase(name, x) for x in patterns)]
     for name, module in transformer.named_modules():
         inside = any(name.startswith(f"{x}.") for x in family.lists)
-        covered = any(name == outer or name.startswith(f"{outer}.") for outer in known)
+        covered = any(name == outer or holds(outer, name) for outer in known)
         if inside and not covered and (hasattr(module, "to_q") or re.search("Attention|Attn", type(module).__name__)):
             raise NotImplementedError(
                 f"{type(transformer).__name__} has attention in {name} that is not known: its configuration is not one "

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._torch import checkpoint
 from .._torch.compiling import is_compiling
 from .._torch.modes import unseen
-from .._torch.modules import averaging_ranks, parameters_of, running_modules
+from .._torch.modules import averaging_ranks, holds, parameters_of, running_modules
 from ..mesh.agreement import digest, digest_of_tensor
 from .dtensor import CPDims, ranks_along
 from .mesh_binding import Binding, Plan, StyledMesh, binding_of
@@ -55,7 +55,7 @@ class Model:
 
     def allows(self, name: str) -> bool:
         """True if the user exempts the module (or parameter) of this name, or one that contains it."""
-        return any(name == outer or name.startswith(f"{outer}.") or not outer for outer in self.exempt)
+        return any(name == outer or holds(outer, name) for outer in self.exempt)
 
 
 def model_of(module: nn.Module, applied: nn.Module | None = None) -> Model:

@@ -79,10 +79,9 @@ def _padding(frame: FrameType | None, whole: int) -> bool:
     """True if a forward of transformers that runs around ``frame`` has got the padding mask ``[B, S]`` of all
     positions. (The ranks have the same: unlike its values, its form does not depend on the rank.)"""
     while frame is not None:
-        of_model = frame.f_code.co_name == "forward" and str(frame.f_globals.get("__name__")).startswith(
-            "transformers."
-        )
-        mask = frame.f_locals.get("attention_mask") if of_model else None
+        file, mask = str(frame.f_globals.get("__name__")), None
+        if frame.f_code.co_name == "forward" and file.startswith("transformers."):
+            mask = frame.f_locals.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[-1] == whole:
             return True
         frame = frame.f_back

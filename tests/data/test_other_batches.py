@@ -212,13 +212,18 @@ def test_a_whole_batch_while_its_share_is_open_is_refused(ranks: Any, kind: str)
     ranks(2, whole_batch, kind, False)
 
 
-@on_ranks
-def whole_batch_or_other_share() -> list[str]:
-    """Warnings of a call with as many positions as the whole batch, and as the share of a batch before it."""
+def unwarned() -> tuple[ContextParallelHandler, nn.Module, Any]:
+    """A handler of a mesh that has warned of nothing yet, a module of its style, and a batch."""
     style = ContextParallel(2, 1, **STYLES["ring"])
     handler = ContextParallelHandler(cp_mesh(), style)
     handler.cp.batch.__init__()  # type: ignore[misc]
-    module, batch = model_and_batch(style, handler)
+    return handler, *model_and_batch(style, handler)
+
+
+@on_ranks
+def whole_batch_or_other_share() -> list[str]:
+    """Warnings of a call with as many positions as the whole batch, and as the share of a batch before it."""
+    handler, module, batch = unwarned()
     handler.dispatch(torch.zeros(1, 2 * LENGTH), 1)
     x = torch.zeros(1, 2, LENGTH, 4)
     with warnings.catch_warnings(record=True) as found, handler.documents(batch):
@@ -237,10 +242,7 @@ def test_a_whole_batch_that_may_be_another_share_is_warned_of(ranks: Any) -> Non
 @on_ranks
 def recomputed_in_another_block() -> list[str]:
     """Warnings of an encoder whose share is as long as the whole target, recomputed in the target's block."""
-    style = ContextParallel(2, 1, **STYLES["ring"])
-    handler = ContextParallelHandler(cp_mesh(), style)
-    handler.cp.batch.__init__()  # type: ignore[misc]
-    module, target = model_and_batch(style, handler)
+    handler, module, target = unwarned()
     source = handler.get_batch_on_this_cp_rank(
         {"x": torch.ones(1, 2, 2 * LENGTH, 4), "cu_seqlens": [0, 5, 32]}, {"x": 2}
     )

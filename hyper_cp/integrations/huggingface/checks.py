@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, __version__
 
+from ..._torch.modules import holds
 from ...data.batch import contents_of
 from ...data.collectives import by_rank
 from ...data.packing import PreparedBatch
@@ -360,7 +361,7 @@ def unrouted_mixers(decoder: PreTrainedModel) -> list[str]:
     routed = {id(inner) for module in over_all_ranks for inner in module.modules()}
     mixing = [name for name in mixing_modules(decoder) if not any(id(x) in routed for x in modules[name].modules())]
     # A block or a model that contains another one of them is named after it.
-    innermost = [x for x in mixing if not any(y != x and y.startswith(f"{x}." if x else "") for y in mixing)]
+    innermost = [x for x in mixing if not any(holds(x, y) for y in mixing)]
     kinds_of_modules = {type(modules[name]).__name__ for name in innermost}
     types = list(getattr(decoder.config, "layer_types", None) or ())
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == len(types)]

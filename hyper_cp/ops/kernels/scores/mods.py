@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -169,23 +169,31 @@ class _Collection(_Evaluation):
         self.found: dict[int, Tensor] = {}
         self.made: dict[int, Tensor] = {id(x): x for x in given}
         self.calls: list[Any] = []
+        self.order = {id(x): number for number, x in enumerate(given)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in _tensors((args, kwargs)):
+            self._number(x)
             if id(x) not in self.made:
                 self.found[id(x)] = x
-        order = {x: number for number, x in enumerate((*self.made, *self.found))}
-        self.calls.append((func, *(_compared(x, order) for x in _leaves((args, kwargs)))))
+        self.calls.append((func, *map(self._compared, _leaves((args, kwargs)))))
         result = super().__torch_function__(func, types, args, kwargs)
-        self.made.update((id(x), x) for x in _tensors(result) if id(x) not in self.found)
+        for x in _tensors(result):
+            self._number(x)
+            if id(x) not in self.found:
+                self.made[id(x)] = x
         return result
 
+    def _number(self, x: Tensor) -> int:
+        return self.order.setdefault(id(x), len(self.order))
 
-def _compared(x: Any, order: Mapping[int, int]) -> Any:
-    """An argument in a form that can be compared with that of a later call: the number of a tensor, a value (NumPy's
-    too), or a type."""
-    if isinstance(x, Tensor):
-        return "tensor", order[id(x)]
+    def _compared(self, x: Any) -> Any:
+        """An argument in a form that can be compared with that of a later call: the number of a tensor, a value
+        (NumPy's too), or a type."""
+        return ("tensor", self._number(x)) if isinstance(x, Tensor) else _value(x)
+
+
+def _value(x: Any) -> Any:
     if isinstance(x, (bool, int, float, str, torch.dtype)):
         return x
     return (x.dtype, x.shape, hash(x.tobytes())) if hasattr(x, "tobytes") else type(x)
